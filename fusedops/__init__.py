@@ -1,0 +1,1 @@
+"""Fused kernels for training transformers with PyTorch."""
