@@ -62,14 +62,14 @@ def import_torch():
                 break
         else:
             raise refuse(
-                "torch is not installed where this build can see it. Either\n"
-                "  pip install 'torch>=2.11'                       and install fusedops again, or, with uv or a torch outside\n"
-                "  pip install --no-build-isolation fusedops       this environment's site-packages (pip install setuptools\n"
-                "                                                  ninja pybind11 packaging first), or\n"
-                "  FUSEDOPS_NATIVE=0 pip install fusedops          for Triton and plain torch only."
+                "this build sees no torch. One of these helps:\n"
+                "  pip install 'torch>=2.11'                      then install fusedops again\n"
+                "  pip install --no-build-isolation fusedops      with uv, or a torch outside this environment (needs\n"
+                "                                                 setuptools, ninja, pybind11 and packaging)\n"
+                "  FUSEDOPS_NATIVE=0 pip install fusedops         Triton and plain torch only"
             ) from None
     if version(torch.__version__) < MIN_TORCH:
-        raise refuse(f"torch {torch.__version__} is too old: pip install -U 'torch>=2.11', then install fusedops again.")
+        raise refuse(f"torch {torch.__version__} is too old: pip install -U 'torch>=2.11', then fusedops again.")
     return torch
 
 
@@ -174,8 +174,9 @@ def cuda_toolkit(torch) -> tuple[Path | None, str]:
     root, release = found
     if torch.version.cuda and version(release) != version(torch.version.cuda):
         told = f"{root} is CUDA {release}, torch {torch.__version__} was built with CUDA {torch.version.cuda}"
-        if version(release)[0] != version(torch.version.cuda)[0]:
-            raise refuse(f"{told}: set CUDA_HOME to a CUDA {version(torch.version.cuda)[0]} toolkit, or FUSEDOPS_CUDA=0.")
+        major = version(torch.version.cuda)[0]
+        if version(release)[0] != major:
+            raise refuse(f"{told}: set CUDA_HOME to a CUDA {major} toolkit, or FUSEDOPS_CUDA=0.")
         say(f"warning: {told}. That usually works.")
     return root, release
 
@@ -264,8 +265,12 @@ def native_command(info: dict[str, object]) -> type:
             try:
                 super().run()
             except Exception as error:
-                hint = "FUSEDOPS_CUDA=0 builds the CPU kernels only" if info["cuda"] else "FUSEDOPS_NATIVE=0 builds none"
-                raise refuse(f"the native kernels did not compile (above; pip shows it with -v). {hint}.") from error
+                hint = (
+                    "FUSEDOPS_CUDA=0 leaves out the CUDA ones" if info["cuda"] else "FUSEDOPS_NATIVE=0 leaves them out"
+                )
+                raise refuse(
+                    f"the native kernels did not compile (see above; pip shows it with -v). {hint}."
+                ) from error
             if inplace:
                 target.write_text(stamp["stamp_source"](info))
 

@@ -123,9 +123,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
             module = importlib.import_module("fusedops._C")
         except (ImportError, OSError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problem = (
-                f"the native kernels, built for torch {stamp['torch']}, do not load into torch {torch.__version__} ({first})"
-            )
+            versions = f"built for torch {stamp['torch']}, do not load into torch {torch.__version__}"
+            problem = f"the native kernels, {versions} ({first})"
         else:
             sources = Path(__file__).resolve().parents[1] / "csrc"
             if sources.is_dir() and csrc_hash(sources) != stamp["csrc"]:

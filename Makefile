@@ -1,0 +1,68 @@
+# make train   set up everything on a bare machine, then run the main job
+# make test    set up everything, then run the tests
+# make build   set up everything      make lint   check style and types      make clean   remove what was made here
+#
+# PYTHON, VENV, TORCH, EXTRAS, ARGS (of `fusedops train`), PYTEST_ARGS can be given: make train ARGS="--steps 50".
+# A torch >= 2.11 that PYTHON already has is used as it is; else one is installed into VENV.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= cli,test
+ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+# A build with other settings is another build.
+BUILT := $(VENV)/built-$(or $(FUSEDOPS_CUDA),auto)-$(or $(FUSEDOPS_NATIVE),1)-$(or $(FUSEDOPS_WERROR),0)
+
+HAS_TORCH = $(PYTHON) -c 'import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null
+HAS_GPU = nvidia-smi -L >/dev/null 2>&1
+CPU_TORCH := torch==2.13.0
+CPU_TRITON := triton==3.7.1
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: build train test lint clean
+
+build: $(BUILT)
+
+train: $(BUILT)
+	$(VENV)/bin/fusedops train $(ARGS)
+
+# Triton reads TRITON_INTERPRET when it is imported, so its kernels need a process of their own to run on a CPU.
+test: $(BUILT)
+	$(PY) -m pytest $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -k triton $(PYTEST_ARGS)
+
+lint: $(VENV)/lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info fusedops/_build_info.py fusedops/*.so .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fusedops needs Python 3.10 or newer: make PYTHON=python3.12")'
+	@echo "Setting up $(VENV) (once, some minutes)"
+	@$(PYTHON) -m venv $$($(HAS_TORCH) && echo --system-site-packages) $(VENV)
+	@if [ -n "$(TORCH)" ]; then $(INSTALL) $(TORCH); \
+	elif $(HAS_TORCH); then :; \
+	elif $(HAS_GPU); then $(INSTALL) 'torch>=2.11'; \
+	else \
+		$(INSTALL) --retries 0 --timeout 10 --index-url $(CPU_INDEX) $(CPU_TORCH) 2>/dev/null || $(INSTALL) $(CPU_TORCH); \
+		if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(INSTALL) $(CPU_TRITON); fi; \
+	fi
+	@$(INSTALL) 'setuptools>=77' wheel ninja pybind11 packaging
+	@touch $@
+
+$(BUILT): $(VENV)/torch $(SOURCES)
+	@echo "Building fusedops"
+	@$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	@rm -f $(VENV)/built-* && touch $@
+
+$(VENV)/lint: $(VENV)/torch
+	@$(INSTALL) ruff mypy clang-format
+	@touch $@
