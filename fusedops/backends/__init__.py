@@ -1,0 +1,68 @@
+"""The backends, one module each.
+
+A backend module holds ``unavailable(device_type)`` (a reason why it can't run there, or None), ``LIMITS`` (op →
+``Limits``) and the implementations: either a whole differentiable op (``layer_norm``) or a pair ``layer_norm_fwd`` /
+``layer_norm_bwd`` on (rows, hidden), which the op's own file wraps in an autograd function. Optimizers are
+``adam_plan``, ``grad_norm`` and ``grad_scale_``. A backend computes; it does not reshape, cast, save or choose.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..config import BACKENDS
+
+if TYPE_CHECKING:
+    from ..dispatch import Call
+
+_modules: dict[str, ModuleType] = {}
+
+
+def get(name: str) -> ModuleType:
+    """Return a backend's module, imported at first use."""
+    module = _modules.get(name)
+    if module is None:
+        module = _modules[name] = importlib.import_module(f".{name}", __name__)
+    return module
+
+
+def implementation(name: str, call: Call) -> Callable[..., Any]:
+    """Return what backend ``name`` runs for a call: its own whole op, or its pair under the op's autograd function."""
+    from ..registry import OPTIMS
+
+    module = get(name)
+    if hasattr(module, "implementation"):
+        whole: Callable[..., Any] = module.implementation(call)
+        return whole
+    if call.op in OPTIMS:
+        plan: Callable[..., Any] = module.adam_plan
+        return plan
+    from ..ops import WRAPPERS
+
+    return WRAPPERS[call.op](module)
+
+
+def backends(device_type: str | None = None) -> dict[str, str | None]:
+    """Return each backend's name with the reason why it can't run on a device type, or None where it can.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"``, …; None: CUDA where a GPU is visible, else the CPU.
+    """
+    import torch
+
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return {name: get(name).unavailable(device_type) for name in BACKENDS}
+
+
+class _Callable(ModuleType):
+    """Lets ``fusedops.backends()`` be the public function and ``fusedops.backends.native`` stay a module."""
+
+    def __call__(self, device_type: str | None = None) -> dict[str, str | None]:
+        return backends(device_type)
+
+
+sys.modules[__name__].__class__ = _Callable

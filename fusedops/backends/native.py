@@ -1,0 +1,53 @@
+"""The compiled extension: CPU kernels, and CUDA kernels where it was built with nvcc.
+
+In eager an op is one pybind11 call straight into the dispatcher; traced code calls the same op as
+``torch.ops.fusedops.<op>``, so that it shows as one node in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._build import load_native, native_problem
+from ..dispatch import Call, Limits
+from ..ops._common import FLOATS
+
+NAME = "native"
+_C = load_native()
+LIMITS = {op: Limits(FLOATS) for op in ("layer_norm", "rms_norm", "adam", "adamw")}
+
+
+def unavailable(device_type: str) -> str | None:
+    """Return why the extension can't run on a device type, or None where it can."""
+    if _C is None:
+        return native_problem() or "the extension is not built"
+    if device_type == "cuda" and not _C.build_info()["cuda"]:
+        return "the extension was built without CUDA kernels"
+    return None if device_type in ("cpu", "cuda") else f"it has no kernels for {device_type}"
+
+
+def implementation(call: Call) -> Callable[..., Any]:
+    """Return the op: the dispatcher's entry while tracing, the pybind11 front door otherwise."""
+    if call.op in ("adam", "adamw"):
+        return adam_plan
+    whole: Callable[..., Any] = getattr(torch.ops.fusedops, call.op).default if call.compiling else getattr(_C, call.op)
+    return whole
+
+
+def adam_plan(*args: Any) -> Any:
+    """Return the engine's plan for the tensors of one device; see ``fusedops.optim.base``."""
+    return _C.AdamPlan(*args)
+
+
+def grad_norm(grads: list[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> torch.Tensor:
+    """Return the norm of all gradients divided by ``grad_scale``, one element; sets ``found_inf`` where one is inf or NaN."""
+    norm: torch.Tensor = _C.grad_norm(grads, grad_scale, found_inf)
+    return norm
+
+
+def grad_scale_(grads: list[torch.Tensor], coef: torch.Tensor) -> None:
+    """Multiply all gradients by ``coef`` in place."""
+    _C.grad_scale_(grads, coef)

@@ -1,0 +1,287 @@
+"""Which backend serves a call.
+
+"Can it run?" is declared by each backend (``Limits``, with reasons); "should it run?" is a table of rows with evidence
+(``dispatch_table``). ``select`` walks the first row that matches and takes the first backend without a reason against
+it. An explicit choice (``backend=``, ``use_backend``, ``FUSEDOPS_BACKEND``) is obeyed or refused, never replaced.
+Dispatch changes speed, never documented numerics.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import config, dispatch_table
+from .config import CONFIG, check_backend, logger
+from .dispatch_table import Row
+from .errors import FallbackWarning, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked of a backend.
+
+    Attributes:
+        op: public name of the op or optimizer.
+        device: device type (``"cpu"``, ``"cuda"``, …).
+        index: device index, -1 where there is none.
+        dtypes: dtype by argument name, absent arguments left out; ``"output"`` is always there.
+        hidden: elements worked over together; None while compiling.
+        rows: an upper bound of the number of rows (rows are bucketed by powers of two); None while compiling.
+        needs_grad: a backward pass may follow.
+        compiling: traced by torch.compile or torch.export.
+        options: further facts a backend may refuse, by name.
+    """
+
+    op: str
+    device: str
+    index: int
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    hidden: int | None = None
+    rows: int | None = None
+    needs_grad: bool = False
+    compiling: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of a CUDA device, else None."""
+        return torch.cuda.get_device_capability(self.index) if self.device == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a backend can serve of one op; each limit gives its own reason.
+
+    Attributes:
+        dtypes: dtypes any tensor of the call may have.
+        max_hidden: widest row.
+        max_elements: most elements of the input.
+        min_capability: oldest GPU.
+        traceable: may be traced by torch.compile.
+        extra: one more test; returns a reason or None.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    max_hidden: int | None = None
+    max_elements: int | None = None
+    min_capability: tuple[int, int] | None = None
+    traceable: bool = True
+    extra: Callable[[Call], str | None] | None = None
+
+    def refuse(self, call: Call) -> list[str]:
+        """Return every reason why the call can't be served."""
+        reasons = [
+            f"{name} is {dtype}; it takes {', '.join(sorted(str(d) for d in self.dtypes))}"
+            for name, dtype in call.dtypes
+            if dtype not in self.dtypes
+        ]
+        if self.max_hidden is not None and call.hidden is not None and call.hidden > self.max_hidden:
+            reasons.append(f"hidden is {call.hidden}; at most {self.max_hidden} fits")
+        if self.max_elements is not None and call.hidden is not None and call.rows is not None:
+            if call.hidden * call.rows > self.max_elements:
+                reasons.append(f"up to {call.hidden * call.rows} elements; at most {self.max_elements} are addressed")
+        if self.min_capability and call.capability and call.capability < self.min_capability:
+            reasons.append(f"compute capability {call.capability}; it needs {self.min_capability}")
+        if call.compiling and not self.traceable:
+            reasons.append("it can't be traced by torch.compile")
+        if self.extra is not None and (reason := self.extra(call)):
+            reasons.append(reason)
+        return reasons
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of ``select``: a backend's name and what to call."""
+
+    backend: str
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call is served the way it is; ``print`` it."""
+
+    call: Call
+    chosen: str
+    origin: str
+    row: Row
+    verdicts: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        call = self.call
+        dtypes = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in call.dtypes)
+        size = "" if call.hidden is None else f", hidden {call.hidden}, rows ≤ {call.rows}"
+        lines = [f"{call.op} on {call.device}: {dtypes}{size}", f"  runs on   {self.chosen}   ({self.origin})"]
+        lines += [f"  row       {' > '.join(self.row.backends)}   ({self.row.source})", f"  why       {self.row.why}"]
+        for name, reasons in self.verdicts:
+            lines.append(f"  {name:<9} {'can run' if not reasons else 'no: ' + '; '.join(reasons)}")
+        return "\n".join(lines)
+
+
+# The explicit choice in force: op name or "*" → backend. A plain dict, so that Dynamo can guard on it.
+_forced: dict[str, str] = dict(CONFIG.forced)
+_rows: tuple[Row, ...] = dispatch_table.load(CONFIG.table)
+# What select chose before, by everything the choice depends on; emptied when the explicit choice changes.
+cache: dict[tuple[Any, ...], Choice] = {}
+_warned: set[str] = set()
+
+
+class use_backend:  # noqa: N801  (reads like torch.no_grad)
+    """Force a backend, from here on or within a ``with`` block.
+
+    Args:
+        name: ``"native"``, ``"triton"``, ``"apex"``, ``"reference"``, or None to hand the choice back to the table.
+        ops: names of ops to force it for; None: all.
+
+    Raises:
+        ValueError: a name that is no backend or op.
+
+    A call that the backend can't serve then raises ``UnsupportedError``. The choice is process-wide.
+    """
+
+    def __init__(self, name: str | None, ops: Iterable[str] | None = None) -> None:
+        if name is not None:
+            check_backend(name, "use_backend: name")
+        ops = ("*",) if ops is None else tuple(ops)
+        if unknown := set(ops) - {"*", *known_ops()}:
+            raise ValueError(f"use_backend: ops: expected any of {', '.join(known_ops())}, got {sorted(unknown)}")
+        self._before = dict(_forced)
+        if "*" in ops:
+            _forced.clear()
+        for op in ops:
+            _forced.pop(op, None)
+            if name is not None:
+                _forced[op] = name
+        cache.clear()
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _forced.clear()
+        _forced.update(self._before)
+        cache.clear()
+
+
+def known_ops() -> tuple[str, ...]:
+    """Return the names that dispatch knows: every op and optimizer."""
+    from . import registry
+
+    return (*registry.OPS, *registry.OPTIMS)
+
+
+def forced_backend(op: str, backend: str | None = None) -> str | None:
+    """Return the explicit choice for an op: the argument, else ``use_backend``'s or the environment's, else None."""
+    if backend is not None:
+        return backend
+    return _forced.get(op) or _forced.get("*")
+
+
+def refusals(name: str, call: Call) -> list[str]:
+    """Return every reason why backend ``name`` can't serve the call."""
+    from . import backends
+
+    backend = backends.get(name)
+    if reason := backend.unavailable(call.device):
+        return [reason]
+    limits = backend.LIMITS.get(call.op)
+    return [f"it has no {call.op}"] if limits is None else limits.refuse(call)
+
+
+def match_row(call: Call) -> Row:
+    """Return the first row of the table that matches the call; the last row matches everything."""
+    return next(row for row in _rows if row.matches(call))
+
+
+def select(call: Call, backend: str | None = None) -> Choice:
+    """Choose a backend for a call.
+
+    Args:
+        call: what is asked.
+        backend: an explicit choice; None: ``use_backend``, the environment, else the table.
+
+    Returns:
+        The choice, whose ``run`` has the backend's own signature for the op.
+
+    Raises:
+        ValueError: ``backend`` is no backend's name.
+        UnsupportedError: the explicit choice can't serve the call, with every reason.
+    """
+    from . import backends
+
+    if forced := forced_backend(call.op, backend):
+        check_backend(forced, f"{call.op}: backend")
+        if reasons := refusals(forced, call):
+            raise UnsupportedError(f"{call.op}: backend {forced!r} can't serve this call: {'; '.join(reasons)}")
+        chosen = forced
+    else:
+        chosen = _from_row(call)
+    if "dispatch" in CONFIG.logs:
+        logger.info("dispatch: %s -> %s", call, chosen)
+    return Choice(chosen, backends.implementation(chosen, call))
+
+
+def _from_row(call: Call) -> str:
+    row = match_row(call)
+    passed_over = []
+    for name in row.backends:
+        reasons = refusals(name, call)
+        if not reasons:
+            break
+        passed_over.append((name, "; ".join(reasons)))
+    else:
+        raise UnsupportedError(f"{call.op}: no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in passed_over))
+    if passed_over and name == "reference" and call.device in ("cpu", "cuda"):
+        _warn_fallback(f"{call.op} runs in plain PyTorch: " + "; ".join(f"{n}: {r}" for n, r in passed_over))
+    elif passed_over and "fallback" in CONFIG.logs:
+        logger.info("fallback: %s runs on %s: %s", call.op, name, passed_over)
+    return name
+
+
+def _warn_fallback(message: str) -> None:
+    """Warn once per reason."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message + ". `fusedops report` shows what is missing.", FallbackWarning, stacklevel=4)
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would serve a call and why.
+
+    Args:
+        op: name or public function of an op (``"layer_norm"``, ``fusedops.layer_norm``) or name of an optimizer.
+        *args: the call's own arguments; for an optimizer its parameters.
+        **kwargs: the call's own keyword arguments, ``backend`` included.
+
+    Returns:
+        The row of the table, each backend's verdict with its reasons, and where the choice came from.
+
+    Raises:
+        ValueError: an op that dispatch does not know.
+    """
+    from . import registry
+    from .optim import describe as describe_optimizer
+
+    name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
+    backend = kwargs.pop("backend", None)
+    if name in registry.OPS:
+        call = registry.OPS[name].describe(*args, **kwargs)
+    elif name in registry.OPTIMS:
+        call = describe_optimizer(name, *args, **kwargs)
+    else:
+        raise ValueError(f"explain: op: expected one of {', '.join(known_ops())}, got {name!r}")
+    verdicts = tuple((other, tuple(refusals(other, call))) for other in config.BACKENDS)
+    if CONFIG.disabled:
+        return Explanation(call, "reference", "FUSEDOPS_DISABLE=1", match_row(call), verdicts)
+    row, forced = match_row(call), forced_backend(name, backend)
+    origin = "backend= argument" if backend else "use_backend or FUSEDOPS_BACKEND" if forced else "dispatch table"
+    chosen = forced or next((other for other in row.backends if not refusals(other, call)), "nothing can serve it")
+    if forced and refusals(forced, call):
+        chosen = f"nothing: {forced} was asked for and can't serve it"
+    return Explanation(call, chosen, origin, row, verdicts)

@@ -1,0 +1,98 @@
+"""Which backend should serve a call: rows as literals, each with its evidence.
+
+The first row that matches is taken. Rows of a file (``FUSEDOPS_TABLE``) stand before the shipped ones; a file that
+can't be read as rows is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .dispatch import Call
+
+_ANY = (0, 2**63)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Backends in the order of preference for the calls it matches.
+
+    Attributes:
+        ops: op names; empty: every op.
+        device: device type, or None for any.
+        backends: names, best first.
+        why: the evidence: results file and date, or a stated default.
+        capability: lowest and highest compute capability as ``10 * major + minor``.
+        dtypes: dtype of the input (``"bfloat16"``), empty: any.
+        hidden: narrowest and widest row.
+        rows: fewest and most rows.
+        source: where the row comes from.
+    """
+
+    ops: tuple[str, ...]
+    device: str | None
+    backends: tuple[str, ...]
+    why: str
+    capability: tuple[int, int] = _ANY
+    dtypes: tuple[str, ...] = ()
+    hidden: tuple[int, int] = _ANY
+    rows: tuple[int, int] = _ANY
+    source: str = "shipped"
+
+    def matches(self, call: Call) -> bool:
+        """Tell whether the row is about this call; a size unknown while compiling matches only an unlimited range."""
+        if (self.ops and call.op not in self.ops) or (self.device and call.device != self.device):
+            return False
+        if self.dtypes and str(call.dtypes[0][1]).removeprefix("torch.") not in self.dtypes:
+            return False
+        if self.capability != _ANY:
+            if (found := call.capability) is None or not _within(10 * found[0] + found[1], self.capability):
+                return False
+        return _within(call.hidden, self.hidden) and _within(call.rows, self.rows)
+
+
+def _within(value: int | None, limits: tuple[int, int]) -> bool:
+    return limits == _ANY if value is None else limits[0] <= value <= limits[1]
+
+
+SHIPPED: tuple[Row, ...] = (
+    Row((), "cpu", ("native", "reference"), "default: compiled CPU kernels, else plain PyTorch; Triton only interprets there"),
+    Row((), "cuda", ("native", "triton", "apex", "reference"), "default for GPUs without a measured row"),
+    Row((), None, ("triton", "reference"), "default for other devices: Triton where it exists, else plain PyTorch"),
+)
+
+
+def load(path: str | None) -> tuple[Row, ...]:
+    """Return the table: rows of the JSON file at ``path``, if given and sound, then the shipped ones."""
+    if path is None:
+        return SHIPPED
+    try:
+        return (*_parse(json.loads(Path(path).read_text("utf-8")), path), *SHIPPED)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=2)
+        return SHIPPED
+
+
+def _parse(data: Any, path: str) -> tuple[Row, ...]:
+    """Build rows from ``{"rows": [{…}, …]}``; a field that is unknown or of the wrong kind raises."""
+    from .config import check_backend
+
+    names = {item.name for item in fields(Row)} - {"source"}
+    rows = []
+    for number, item in enumerate(data["rows"]):
+        if unknown := set(item) - names:
+            raise ValueError(f"row {number} has unknown fields {sorted(unknown)}")
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+        for name in values["backends"]:
+            check_backend(name, f"row {number}")
+        for key in ("capability", "hidden", "rows"):
+            low, high = values.get(key, _ANY)
+            if not (isinstance(low, int) and isinstance(high, int) and low <= high):
+                raise ValueError(f"row {number}: {key} must be two integers, lowest first")
+        rows.append(Row(**{**values, "source": path}))
+    return tuple(rows)

@@ -1,0 +1,51 @@
+"""Modules: subclasses of PyTorch's own, with the same constructors and state dicts.
+
+``out_dtype`` is a class attribute, so that ``fusedops.patch`` can turn an existing instance into one of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import layer_norm, rms_norm
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on ``fusedops.layer_norm``.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as PyTorch's.
+        out_dtype: dtype of the result; None: the input's, under autocast the autocast dtype.
+    """
+
+    out_dtype: torch.dtype | None = None
+
+    def __init__(self, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.out_dtype = out_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (..., *normalized_shape)."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=self.out_dtype)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on ``fusedops.rms_norm``.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as PyTorch's.
+        out_dtype: dtype of the result; None: the input's, under autocast the autocast dtype.
+    """
+
+    out_dtype: torch.dtype | None = None
+
+    def __init__(self, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.out_dtype = out_dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (..., *normalized_shape)."""
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps, out_dtype=self.out_dtype)

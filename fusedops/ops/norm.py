@@ -1,0 +1,373 @@
+"""LayerNorm and RMSNorm over the last dimensions.
+
+The public functions check their arguments, let ``amp`` pick the output dtype and hand over to the backend that
+``dispatch`` chooses. The references below are the truth, in plain PyTorch.
+
+Source: Ba, Kiros, Hinton, "Layer Normalization" (2016); Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from .. import amp, registry
+from ..dispatch import Call
+from ..registry import Case, OpSpec, Sample
+from ._common import FLOATS, check_out_dtype, choose, differentiate, sizes
+
+Shape = int | Sequence[int]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` over the last ``normalized_shape`` dimensions.
+
+    Args:
+        input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
+        normalized_shape: the trailing dimensions to normalise over.
+        weight: (*normalized_shape): any of the dtypes above (fp64 only with fp64), or None for ones.
+        bias: (*normalized_shape), likewise, or None for zeros.
+        eps: added to the variance.
+        out_dtype: dtype of the result; None: see *Autocast*.
+        backend: force ``"native"``, ``"triton"``, ``"apex"`` or ``"reference"``; None: dispatch chooses.
+
+    Returns:
+        Tensor of ``input``'s shape.
+
+    Raises:
+        ValueError: an argument of a wrong shape, dtype, device or value.
+        UnsupportedError: the forced backend can't serve the call.
+
+    *Autocast*: returns the autocast dtype (``amp.set_norm_output`` changes that); inputs are never cast.
+    *Numerics*: fp32 statistics and arithmetic (fp64 for fp64), the variance from centred values, one rounding of the
+    result. Gradients have their tensor's dtype, sums over rows are fp32; deterministic.
+    *Source*: Ba, Kiros, Hinton (2016).
+    """
+    shape = sizes(normalized_shape)
+    _check("layer_norm", input, shape, eps, weight, bias)
+    if out_dtype is not None:
+        check_out_dtype("layer_norm", out_dtype, input)
+    dtype = amp.norm_output_dtype(input, out_dtype)
+    run = choose("layer_norm", _describe_layer_norm, input, math.prod(shape), (weight, bias), dtype, backend)
+    result: Tensor = run(input, shape, weight, bias, eps, dtype)
+    return result
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return ``input / sqrt(mean(input²) + eps) * (weight + weight_offset)`` over the last dimensions.
+
+    Args:
+        input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
+        normalized_shape: the trailing dimensions to normalise over.
+        weight: (*normalized_shape): any of the dtypes above (fp64 only with fp64), or None for ones.
+        eps: added to the mean square; None: as PyTorch, the epsilon of fp32 (of fp64 for fp64 input).
+        weight_offset: added to ``weight``; 1.0 for models whose stored weight is centred on zero (Gemma).
+        out_dtype: dtype of the result; None: see *Autocast*.
+        backend: force ``"native"``, ``"triton"``, ``"apex"`` or ``"reference"``; None: dispatch chooses.
+
+    Returns:
+        Tensor of ``input``'s shape.
+
+    Raises:
+        ValueError: an argument of a wrong shape, dtype, device or value.
+        UnsupportedError: the forced backend can't serve the call.
+
+    *Autocast*: returns the autocast dtype (``amp.set_norm_output`` changes that); inputs are never cast.
+    *Numerics*: fp32 statistics and arithmetic (fp64 for fp64), one rounding of the result; the offset is added in fp32.
+    Gradients have their tensor's dtype, sums over rows are fp32; deterministic.
+    *Source*: Zhang, Sennrich (2019).
+    """
+    shape = sizes(normalized_shape)
+    if eps is None:
+        eps = _default_eps(input.dtype)
+    _check("rms_norm", input, shape, eps, weight, None)
+    if out_dtype is not None:
+        check_out_dtype("rms_norm", out_dtype, input)
+    dtype = amp.norm_output_dtype(input, out_dtype)
+    run = choose("rms_norm", _describe_rms_norm, input, math.prod(shape), (weight,), dtype, backend)
+    result: Tensor = run(input, shape, weight, eps, weight_offset, dtype)
+    return result
+
+
+# ---------------------------------------------------------------- references: plain PyTorch
+
+
+def layer_norm_reference(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute ``layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
+    wide = _wide(input.dtype)
+    y = F.layer_norm(input.to(wide), list(normalized_shape), _to(weight, wide), _to(bias, wide), eps)
+    return y.to(out_dtype or input.dtype)
+
+
+def rms_norm_reference(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None,
+    weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute ``rms_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
+    wide = _wide(input.dtype)
+    eps = _default_eps(input.dtype) if eps is None else eps
+    scale = None if weight is None and not weight_offset else weight_offset if weight is None else _to(weight, wide) + weight_offset
+    y = F.rms_norm(input.to(wide), list(normalized_shape), None, eps)
+    return (y if scale is None else y * scale).to(out_dtype or input.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(_wide(dtype)).eps
+
+
+# ---------------------------------------------------------------- checks and dispatch
+
+
+def _check(op: str, input: Tensor, shape: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise ValueError naming the argument, what was expected and what came."""
+    if not isinstance(input, Tensor):
+        raise ValueError(f"{op}: input: expected a tensor, got {type(input).__name__}")
+    if input.dtype not in FLOATS:
+        raise ValueError(f"{op}: input: expected a dtype of fp32, fp16, bf16 or fp64, got {input.dtype}")
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise ValueError(f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}")
+    if not eps >= 0.0:
+        raise ValueError(f"{op}: eps: expected a number >= 0, got {eps}")
+    if weight is not None:
+        _check_parameter(op, "weight", weight, input, shape)
+    if bias is not None:
+        _check_parameter(op, "bias", bias, input, shape)
+
+
+def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
+    if parameter.shape != shape:
+        raise ValueError(f"{op}: {name}: expected shape {shape}, got {tuple(parameter.shape)}")
+    if parameter.device != input.device:
+        raise ValueError(f"{op}: {name}: expected a tensor on {input.device}, as input, got {parameter.device}")
+    dtype = parameter.dtype
+    if dtype is not input.dtype and (dtype not in FLOATS or torch.float64 in (dtype, input.dtype)):
+        raise ValueError(f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {dtype} with {input.dtype} input")
+
+
+def _describe_layer_norm(
+    input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *, out_dtype: torch.dtype | None = None,
+) -> Call:  # fmt: skip
+    return _describe("layer_norm", input, sizes(normalized_shape), {"weight": weight, "bias": bias}, out_dtype)
+
+
+def _describe_rms_norm(
+    input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
+    *, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
+) -> Call:  # fmt: skip
+    return _describe("rms_norm", input, sizes(normalized_shape), {"weight": weight}, out_dtype)
+
+
+def _describe(op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None], out_dtype: torch.dtype | None) -> Call:
+    given = {name: tensor for name, tensor in parameters.items() if tensor is not None}
+    dtypes = (("input", input.dtype), *((name, t.dtype) for name, t in given.items()), ("output", amp.norm_output_dtype(input, out_dtype)))
+    hidden = math.prod(shape)
+    rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *given.values()))
+    return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows, grad)
+
+
+# ---------------------------------------------------------------- autograd over a backend's pair
+
+
+class _LayerNorm(torch.autograd.Function):
+    """One autograd function over any backend's ``layer_norm_fwd`` and ``layer_norm_bwd``; the backend is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: ModuleType, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+        y, mean, rstd = module.layer_norm_fwd(x, weight, bias, eps, dtype)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.module, ctx.eps, ctx.dtype, ctx.bias = module, eps, dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[1:4]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A bias enters linearly: its value does not matter to any derivative.
+            bias = None if ctx.bias is None else x.new_zeros(x.shape[1], dtype=ctx.bias).requires_grad_()
+            args = (x, weight, bias)
+            return None, *differentiate(lambda: layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps, ctx.dtype), args, need, dy), None, None
+        dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
+        return None, *ctx.module.layer_norm_bwd(dy, x, weight, mean, rstd, need, ctx.bias), None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One autograd function over any backend's ``rms_norm_fwd`` and ``rms_norm_bwd``; the backend is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: ModuleType, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
+        y, rstd = module.rms_norm_fwd(x, weight, eps, weight_offset, dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.module, ctx.eps, ctx.weight_offset, ctx.dtype = module, eps, weight_offset, dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[1:3]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return None, *differentiate(lambda: rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset, ctx.dtype), (x, weight), need, dy), None, None, None
+        dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
+        return None, *ctx.module.rms_norm_bwd(dy, x, weight, rstd, ctx.weight_offset, need), None, None, None
+
+
+def _rows(tensor: Tensor, hidden: int) -> Tensor:
+    """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
+    flat = tensor.reshape(-1, hidden) if tensor.numel() else tensor.new_empty(0, hidden)
+    return flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
+    """Make a whole op of a backend's ``layer_norm_fwd`` and ``layer_norm_bwd``."""
+
+    def run(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+        hidden = math.prod(shape)
+        flat = [None if p is None else p.reshape(hidden) for p in (weight, bias)]
+        y: Tensor = _LayerNorm.apply(module, _rows(input, hidden), *flat, eps, dtype)
+        return y.view(input.shape)
+
+    return run
+
+
+def wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
+    """Make a whole op of a backend's ``rms_norm_fwd`` and ``rms_norm_bwd``."""
+
+    def run(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
+        hidden = math.prod(shape)
+        flat = None if weight is None else weight.reshape(hidden)
+        y: Tensor = _RMSNorm.apply(module, _rows(input, hidden), flat, eps, weight_offset, dtype)
+        return y.view(input.shape)
+
+    return run
+
+
+# ---------------------------------------------------------------- records
+
+_32, _16, _B, _64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+# (input, weight, bias) → output: uniform dtypes, what amp gives, and a few that meet in real models.
+_MIXES: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None], ...] = (
+    (_32, _32, _32, None), (_B, _B, _B, None), (_16, _16, _16, None), (_B, _32, _32, None), (_16, _32, _32, None),
+    (_B, _32, _32, _32), (_32, _B, _B, _B), (_16, _B, _32, _32), (_64, _64, _64, None),
+)  # fmt: skip
+_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((3, 1), 1), ((4, 7), 1), ((2, 3, 64), 1), ((5, 257), 1), ((9, 768), 1), ((33, 1024), 1), ((4, 1023), 1),
+    ((3, 5120), 1), ((2, 8200), 1), ((2, 3, 4, 16), 2), ((7,), 1), ((0, 16), 1),
+)  # fmt: skip
+_FULL_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((65537, 8), 1), ((70000, 2, 8), 2), ((1, 65536), 1), ((2, 65537), 1), ((1, 1 << 20), 1), ((300, 3072), 1),
+    ((1000, 768), 1), ((64, 12288), 1), ((37, 16384), 1), ((5, 50257), 1),
+)  # fmt: skip
+
+
+def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Callable[[str], Iterator[Case]]:
+    from ..testing import LAYOUTS, VALUES
+
+    def cases(level: str) -> Iterator[Case]:
+        full = level == "full"
+
+        def case(shape: tuple[int, ...], n: int, mix: tuple[torch.dtype | None, ...], keep: Sequence[str] = names, **more: Any) -> Case:
+            dtypes = {name: dtype for name, dtype in zip(names, mix, strict=False) if name in keep}
+            return Case(shape, n, dtypes, mix[-1], **more)
+
+        amp_mix, base = _MIXES[3], ((9, 768), 1)
+        mixes = [(*m, o) for m in product((_32, _16, _B), repeat=3) for o in (None, _32, _16, _B)] if full else _MIXES
+        yield from (case(shape, n, mix) for shape, n in _SHAPES + (_FULL_SHAPES if full else ()) for mix in (_MIXES[0], amp_mix, _MIXES[1]))
+        yield from (case((33, 136), 1, mix) for mix in mixes)
+        yield from (case((33, 136), 1, _MIXES[-1]) for _ in range(full))
+        yield from (case(*base, mix, layout=layout) for layout in LAYOUTS for mix in (_MIXES[0], _MIXES[1]) if layout != "contiguous")
+        yield from (case((6, 512), 1, mix, values=values) for values in VALUES for mix in (_MIXES[0], amp_mix) if values != "normal")
+        yield from (case(*base, amp_mix, options=option) for option in options)
+        yield from (case(*base, amp_mix, keep=keep) for keep in [names[:1], *((names[0], name) for name in names[1:] if len(names) > 2)])
+
+    return cases
+
+
+def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
+    def condition(sample: Sample, dy: Tensor) -> dict[str, Tensor]:
+        """Sizes of what is summed. ``shift`` is what centring costs: an error of u·|mean| is u·|mean|·rstd in x̂."""
+        args = sample.kwargs
+        shape = sizes(args["normalized_shape"])
+        dims, x = tuple(range(-len(shape), 0)), args["input"]
+        weight = args.get("weight")
+        w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get("weight_offset", 0.0)
+        eps = args.get("eps")
+        mean = x.mean(dims, keepdim=True) if centred else torch.zeros((), dtype=x.dtype, device=x.device)
+        rstd = ((x - mean).square().mean(dims, keepdim=True) + (torch.finfo(_32).eps if eps is None else eps)).rsqrt()
+        xhat, wdy = ((x - mean) * rstd).abs(), (w * dy).abs()
+        shift = mean.abs() * rstd
+        spread = 1 + 2.0**-24 * shift.square()
+        y = (w * (x - mean) * rstd).abs() + (0 if args.get("bias") is None else args["bias"].abs())
+        rows = tuple(range(x.dim() - len(shape)))
+        return {
+            "output": w.abs() * x.abs().amax(dims, keepdim=True) * rstd + y,
+            "input": rstd * spread * (wdy + wdy.mean(dims, keepdim=True) + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True) + shift * (wdy * xhat).mean(dims, keepdim=True)),
+            "weight": (dy.abs() * (xhat + shift) * spread).sum(rows) if rows else dy.abs() * (xhat + shift) * spread,
+            "bias": dy.abs().sum(rows) if rows else dy.abs(),
+        }
+
+    return condition
+
+
+def _terms(case: Case) -> dict[str, int]:
+    hidden = math.prod(case.shape[len(case.shape) - case.normalized :])
+    rows = math.prod(case.shape) // max(hidden, 1)
+    return {"output": hidden, "input": hidden, "weight": rows, "bias": rows}
+
+
+def _bytes_moved(sample: Sample, direction: str) -> int:
+    """Count input + output forward, input + dy + dx backward; parameters and statistics are noise beside them."""
+    x = sample.kwargs["input"]
+    out = (sample.kwargs.get("out_dtype") or x.dtype).itemsize
+    return x.numel() * (x.itemsize + out if direction == "fwd" else 2 * x.itemsize + out)
+
+
+def _parameter_shape(case: Case) -> tuple[int, ...]:
+    return case.shape[len(case.shape) - case.normalized :]
+
+
+registry.register(OpSpec(
+    "layer_norm", "norm", layer_norm, layer_norm_reference, _describe_layer_norm, ("input", "weight", "bias"), _parameter_shape,
+    _cases(("input", "weight", "bias"), ({"eps": 1e-12}, {"eps": 1e-3})), _condition(True), _terms, _bytes_moved,
+))  # fmt: skip
+registry.register(OpSpec(
+    "rms_norm", "norm", rms_norm, rms_norm_reference, _describe_rms_norm, ("input", "weight"), _parameter_shape,
+    _cases(("input", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0})), _condition(False), _terms, _bytes_moved,
+))  # fmt: skip

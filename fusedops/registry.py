@@ -1,0 +1,128 @@
+"""One record per op and per optimizer.
+
+Parity tests, benchmarks, the tuner and the docs are generated from these records, so that a new op touches no file of
+theirs. The records hold data and small pure functions; nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .dispatch import Call
+
+_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: "none"}
+
+
+def short(dtype: torch.dtype | None) -> str:
+    """Return the short name of a dtype: ``fp32``, ``bf16``, …"""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to call an op with, before any tensor exists.
+
+    Attributes:
+        shape: shape of ``input``.
+        normalized: number of trailing dimensions the op works over.
+        dtypes: dtype of each differentiable argument, by name; an argument that is missing is not passed.
+        out_dtype: requested output dtype, or None for the op's own rule.
+        options: further keyword arguments (eps, …).
+        layout: how the tensors lie in memory; see ``fusedops.testing.LAYOUTS``.
+        values: what the numbers look like; see ``fusedops.testing.VALUES``.
+    """
+
+    shape: tuple[int, ...]
+    normalized: int
+    dtypes: Mapping[str, torch.dtype]
+    out_dtype: torch.dtype | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "contiguous"
+    values: str = "normal"
+
+    @property
+    def id(self) -> str:
+        """A readable test id."""
+        parts = ["x".join(map(str, self.shape)) + (f"n{self.normalized}" if self.normalized > 1 else "")]
+        parts.append("-".join(short(d) for d in self.dtypes.values()))
+        parts += [f"to_{short(self.out_dtype)}"] if self.out_dtype else []
+        parts += [f"{k}={v}" for k, v in self.options.items()]
+        parts += [part for part in (self.layout, self.values) if part not in ("contiguous", "normal")]
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op: ``function(**kwargs)``; ``grads`` names the arguments that require a gradient."""
+
+    kwargs: dict[str, Any]
+    grads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """All that tests, benchmarks and dispatch need to know of an op.
+
+    Attributes:
+        name: public name.
+        family: the stem its files share.
+        function: the public function.
+        reference: the same call in plain torch; in float64 it is the truth.
+        describe: turns the arguments of a call into a ``Call`` (what ``explain`` shows).
+        grads: names of the differentiable arguments, ``input`` first.
+        parameter_shape: shape of every argument but ``input``, from a case.
+        cases: yields the cases of a level, ``"quick"`` or ``"full"``.
+        condition: from the float64 sample and the float64 gradient of the output, the condition number of the output
+            (``"output"``) and of each gradient, elementwise: the size of what was added up to make the element.
+        terms: length of the sum behind the output and each gradient, from a case.
+        bytes_moved: least bytes of device memory a call moves, from a sample and ``"fwd"`` or ``"bwd"``.
+        tolerance_overrides: (backend, device type, name) → (factor on the bound, reason). Empty for a sound op.
+    """
+
+    name: str
+    family: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    describe: Callable[..., Call]
+    grads: tuple[str, ...]
+    parameter_shape: Callable[[Case], tuple[int, ...]]
+    cases: Callable[[str], Iterator[Case]]
+    condition: Callable[[Sample, torch.Tensor], dict[str, torch.Tensor]]
+    terms: Callable[[Case], dict[str, int]]
+    bytes_moved: Callable[[Sample, str], int]
+    tolerance_overrides: Mapping[tuple[str, str, str], tuple[float, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """All that tests and benchmarks need to know of an optimizer.
+
+    Attributes:
+        name: dispatch name (``adamw``).
+        optimizer: our class.
+        reference: torch's class with the same arithmetic.
+        options: variants to test: keyword arguments both classes take.
+        bytes_per_parameter: least bytes of device memory a step moves, by (parameter dtype, state dtype, masters?).
+    """
+
+    name: str
+    optimizer: type[torch.optim.Optimizer]
+    reference: type[torch.optim.Optimizer]
+    options: tuple[Mapping[str, Any], ...]
+    bytes_per_parameter: Callable[[torch.dtype, torch.dtype, bool], int]
+
+
+OPS: dict[str, OpSpec] = {}
+OPTIMS: dict[str, OptimSpec] = {}
+
+
+def register(spec: OpSpec | OptimSpec) -> None:
+    """Add a record; a name may be used once."""
+    table: dict[str, Any] = OPS if isinstance(spec, OpSpec) else OPTIMS
+    if spec.name in table:
+        raise ValueError(f"register: {spec.name!r} is registered already")
+    table[spec.name] = spec
