@@ -19,7 +19,7 @@ __all__ = ["GradScaler", "norm_output_dtype", "set_norm_output"]
 _norm_output = "autocast"
 
 
-class set_norm_output:  # noqa: N801  (reads like torch.set_grad_enabled)
+class set_norm_output:
     """Choose what norms return under autocast, from here on or within a ``with`` block.
 
     Args:
@@ -39,7 +39,9 @@ class set_norm_output:  # noqa: N801  (reads like torch.set_grad_enabled)
     def __enter__(self) -> set_norm_output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _norm_output
         _norm_output = self._before
 

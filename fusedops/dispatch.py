@@ -83,9 +83,9 @@ class Limits:
         ]
         if self.max_hidden is not None and call.hidden is not None and call.hidden > self.max_hidden:
             reasons.append(f"hidden is {call.hidden}; at most {self.max_hidden} fits")
-        if self.max_elements is not None and call.hidden is not None and call.rows is not None:
-            if call.hidden * call.rows > self.max_elements:
-                reasons.append(f"up to {call.hidden * call.rows} elements; at most {self.max_elements} are addressed")
+        elements = None if call.hidden is None or call.rows is None else call.hidden * call.rows
+        if self.max_elements is not None and elements is not None and elements > self.max_elements:
+            reasons.append(f"up to {elements} elements; at most {self.max_elements} are addressed")
         if self.min_capability and call.capability and call.capability < self.min_capability:
             reasons.append(f"compute capability {call.capability}; it needs {self.min_capability}")
         if call.compiling and not self.traceable:
@@ -132,7 +132,7 @@ cache: dict[tuple[Any, ...], Choice] = {}
 _warned: set[str] = set()
 
 
-class use_backend:  # noqa: N801  (reads like torch.no_grad)
+class use_backend:
     """Force a backend, from here on or within a ``with`` block.
 
     Args:
@@ -163,7 +163,9 @@ class use_backend:  # noqa: N801  (reads like torch.no_grad)
     def __enter__(self) -> use_backend:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _forced.clear()
         _forced.update(self._before)
         cache.clear()
@@ -236,7 +238,9 @@ def _from_row(call: Call) -> str:
             break
         passed_over.append((name, "; ".join(reasons)))
     else:
-        raise UnsupportedError(f"{call.op}: no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in passed_over))
+        raise UnsupportedError(
+            f"{call.op}: no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in passed_over)
+        )
     if passed_over and name == "reference" and call.device in ("cpu", "cuda"):
         _warn_fallback(f"{call.op} runs in plain PyTorch: " + "; ".join(f"{n}: {r}" for n, r in passed_over))
     elif passed_over and "fallback" in CONFIG.logs:

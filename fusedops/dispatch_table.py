@@ -50,10 +50,12 @@ class Row:
             return False
         if self.dtypes and str(call.dtypes[0][1]).removeprefix("torch.") not in self.dtypes:
             return False
-        if self.capability != _ANY:
-            if (found := call.capability) is None or not _within(10 * found[0] + found[1], self.capability):
-                return False
-        return _within(call.hidden, self.hidden) and _within(call.rows, self.rows)
+        found = call.capability if self.capability != _ANY else None
+        return (
+            _within(None if found is None else 10 * found[0] + found[1], self.capability)
+            and _within(call.hidden, self.hidden)
+            and _within(call.rows, self.rows)
+        )
 
 
 def _within(value: int | None, limits: tuple[int, int]) -> bool:
@@ -61,7 +63,12 @@ def _within(value: int | None, limits: tuple[int, int]) -> bool:
 
 
 SHIPPED: tuple[Row, ...] = (
-    Row((), "cpu", ("native", "reference"), "default: compiled CPU kernels, else plain PyTorch; Triton only interprets there"),
+    Row(
+        (),
+        "cpu",
+        ("native", "reference"),
+        "default: compiled CPU kernels, else plain PyTorch; Triton only interprets there",
+    ),
     Row((), "cuda", ("native", "triton", "apex", "reference"), "default for GPUs without a measured row"),
     Row((), None, ("triton", "reference"), "default for other devices: Triton where it exists, else plain PyTorch"),
 )
@@ -87,7 +94,9 @@ def _parse(data: Any, path: str) -> tuple[Row, ...]:
     for number, item in enumerate(data["rows"]):
         if unknown := set(item) - names:
             raise ValueError(f"row {number} has unknown fields {sorted(unknown)}")
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in item.items()
+        }
         for name in values["backends"]:
             check_backend(name, f"row {number}")
         for key in ("capability", "hidden", "rows"):

@@ -14,11 +14,15 @@ import torch
 
 from .dispatch import Call
 
+# How tensors lie in memory, and what the numbers look like; ``fusedops.testing`` makes them.
+LAYOUTS = ("contiguous", "rows_strided", "transposed", "misaligned", "expanded_grad", "strided_grad")
+VALUES = ("normal", "large_mean", "tiny_spread", "constant_rows", "huge", "subnormal", "inf_nan_rows")
+
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: "none"}
 
 
 def short(dtype: torch.dtype | None) -> str:
-    """Return the short name of a dtype: ``fp32``, ``bf16``, …"""
+    """Return the short name of a dtype, as ``fp32`` or ``bf16``."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -32,8 +36,8 @@ class Case:
         dtypes: dtype of each differentiable argument, by name; an argument that is missing is not passed.
         out_dtype: requested output dtype, or None for the op's own rule.
         options: further keyword arguments (eps, …).
-        layout: how the tensors lie in memory; see ``fusedops.testing.LAYOUTS``.
-        values: what the numbers look like; see ``fusedops.testing.VALUES``.
+        layout: how the tensors lie in memory; one of ``LAYOUTS``.
+        values: what the numbers look like; one of ``VALUES``.
     """
 
     shape: tuple[int, ...]

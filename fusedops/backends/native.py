@@ -16,7 +16,7 @@ from ..dispatch import Call, Limits
 from ..ops._common import FLOATS
 
 NAME = "native"
-_C = load_native()
+_C: Any = load_native()
 LIMITS = {op: Limits(FLOATS) for op in ("layer_norm", "rms_norm", "adam", "adamw")}
 
 
@@ -42,8 +42,10 @@ def adam_plan(*args: Any) -> Any:
     return _C.AdamPlan(*args)
 
 
-def grad_norm(grads: list[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> torch.Tensor:
-    """Return the norm of all gradients divided by ``grad_scale``, one element; sets ``found_inf`` where one is inf or NaN."""
+def grad_norm(
+    grads: list[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the norm of all gradients over ``grad_scale`` (one element); sets ``found_inf`` if one is inf or NaN."""
     norm: torch.Tensor = _C.grad_norm(grads, grad_scale, found_inf)
     return norm
 

@@ -9,6 +9,9 @@ from typing import Any
 from .norm import layer_norm, rms_norm, wrap_layer_norm, wrap_rms_norm
 
 # How a backend's forward and backward pair becomes one differentiable op.
-WRAPPERS: dict[str, Callable[[ModuleType], Callable[..., Any]]] = {"layer_norm": wrap_layer_norm, "rms_norm": wrap_rms_norm}
+WRAPPERS: dict[str, Callable[[ModuleType], Callable[..., Any]]] = {
+    "layer_norm": wrap_layer_norm,
+    "rms_norm": wrap_rms_norm,
+}
 
 __all__ = ["WRAPPERS", "layer_norm", "rms_norm"]

@@ -28,7 +28,10 @@ def sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor) -> None:
     """Raise ValueError if a result of ``out_dtype`` can't be made from ``input``."""
     if out_dtype not in FLOATS or (out_dtype is torch.float64) != (input.dtype is torch.float64):
-        raise ValueError(f"{op}: out_dtype: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} with {input.dtype} input")
+        raise ValueError(
+            f"{op}: out_dtype: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} "
+            f"with {input.dtype} input"
+        )
 
 
 def choose(
@@ -38,15 +41,24 @@ def choose(
     """Return what runs this call: one dict hit when its like was seen before.
 
     Pointers and strides are not part of the key: alignment is the launcher's business. Rows count by powers of two.
-    Second-class citizens of every backend (tensor subclasses, functorch transforms, forward-mode AD) take plain PyTorch.
+    What no kernel knows of (tensor subclasses, functorch transforms, forward-mode AD) takes plain PyTorch.
     """
     dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
     if torch.compiler.is_compiling():
-        return _choose_compiling(op, describe, input.device.type, dtypes, dispatch.forced_backend(op, backend))
+        return _traced[_choose_compiling(op, describe, input.device.type, dtypes, dispatch.forced_backend(op, backend))]
     if CONFIG.disabled or _are_transforms_active() or _forward_ad._current_level >= 0 or not _plain(input, others):
         return _reference(op)
     grad = torch.is_grad_enabled() and (input.requires_grad or any([t is not None and t.requires_grad for t in others]))
-    key = (op, backend, input.get_device(), input.device.type, hidden, (input.numel() // hidden).bit_length() if hidden else 0, grad, dtypes)
+    key = (
+        op,
+        backend,
+        input.get_device(),
+        input.device.type,
+        hidden,
+        (input.numel() // hidden).bit_length() if hidden else 0,
+        grad,
+        dtypes,
+    )
     choice = dispatch.cache.get(key)
     if choice is None:
         choice = dispatch.select(describe(input, (hidden,), *others, out_dtype=out_dtype), backend)
@@ -64,22 +76,33 @@ def _reference(op: str) -> Callable[..., Any]:
     return reference.RUN[op]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+# What traced code calls, by the key that _choose_compiling returns (Dynamo can burn in a string, not a function).
+_traced: dict[str, Callable[..., Any]] = {}
+
+
+@torch.compiler.assume_constant_result
 def _choose_compiling(
     op: str, describe: Callable[..., Call], device_type: str, dtypes: tuple[torch.dtype | None, ...], forced: str | None
-) -> Callable[..., Any]:
-    """Choose while Dynamo traces: sizes are left out, so that no shape is specialised; Dynamo guards on the arguments."""
+) -> str:
+    """Choose while Dynamo traces; it guards on the arguments. Sizes are left out, so that none is specialised."""
     if CONFIG.disabled:
-        return _reference(op)
+        _traced[op] = _reference(op)
+        return op
     input, *others = [None if d is None else torch.empty(0, 1, dtype=d, device="meta") for d in dtypes[:-1]]
-    call = replace(describe(input, (1,), *others, out_dtype=dtypes[-1]), device=device_type, hidden=None, rows=None, compiling=True)
-    return dispatch.select(replace(call, index=torch.cuda.current_device() if device_type == "cuda" else -1), forced).run
+    call = describe(input, (1,), *others, out_dtype=dtypes[-1])
+    index = torch.cuda.current_device() if device_type == "cuda" else -1
+    choice = dispatch.select(
+        replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True), forced
+    )
+    key = f"{op} on {choice.backend}"
+    _traced[key] = choice.run
+    return key
 
 
 def differentiate(
     function: Callable[[], Tensor], inputs: Sequence[Tensor | None], need: Sequence[bool], grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``function()`` by autograd, differentiable once more: what backward does under create_graph."""
+    """Return the gradients of ``function()`` by autograd, differentiable again: what backward does under create_graph."""
     with torch.enable_grad():
         output = function()
     wanted = [t for t, needed in zip(inputs, need, strict=True) if needed and t is not None]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from .. import amp, registry
 from ..dispatch import Call
-from ..registry import Case, OpSpec, Sample
+from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
 from ._common import FLOATS, check_out_dtype, choose, differentiate, sizes
 
 Shape = int | Sequence[int]
@@ -106,6 +106,8 @@ def rms_norm(
     if eps is None:
         eps = _default_eps(input.dtype)
     _check("rms_norm", input, shape, eps, weight, None)
+    if weight is None and weight_offset:
+        raise ValueError(f"rms_norm: weight_offset: expected 0.0 without a weight, got {weight_offset}")
     if out_dtype is not None:
         check_out_dtype("rms_norm", out_dtype, input)
     dtype = amp.norm_output_dtype(input, out_dtype)
@@ -134,9 +136,8 @@ def rms_norm_reference(
     """Compute ``rms_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
     wide = _wide(input.dtype)
     eps = _default_eps(input.dtype) if eps is None else eps
-    scale = None if weight is None and not weight_offset else weight_offset if weight is None else _to(weight, wide) + weight_offset
     y = F.rms_norm(input.to(wide), list(normalized_shape), None, eps)
-    return (y if scale is None else y * scale).to(out_dtype or input.dtype)
+    return (y if weight is None else y * (weight.to(wide) + weight_offset)).to(out_dtype or input.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -154,14 +155,18 @@ def _default_eps(dtype: torch.dtype) -> float:
 # ---------------------------------------------------------------- checks and dispatch
 
 
-def _check(op: str, input: Tensor, shape: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check(
+    op: str, input: Tensor, shape: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> None:
     """Raise ValueError naming the argument, what was expected and what came."""
     if not isinstance(input, Tensor):
         raise ValueError(f"{op}: input: expected a tensor, got {type(input).__name__}")
     if input.dtype not in FLOATS:
         raise ValueError(f"{op}: input: expected a dtype of fp32, fp16, bf16 or fp64, got {input.dtype}")
     if not shape or input.shape[-len(shape) :] != shape:
-        raise ValueError(f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}")
+        raise ValueError(
+            f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}"
+        )
     if not eps >= 0.0:
         raise ValueError(f"{op}: eps: expected a number >= 0, got {eps}")
     if weight is not None:
@@ -177,7 +182,9 @@ def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape
         raise ValueError(f"{op}: {name}: expected a tensor on {input.device}, as input, got {parameter.device}")
     dtype = parameter.dtype
     if dtype is not input.dtype and (dtype not in FLOATS or torch.float64 in (dtype, input.dtype)):
-        raise ValueError(f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {dtype} with {input.dtype} input")
+        raise ValueError(
+            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {dtype} with {input.dtype} input"
+        )
 
 
 def _describe_layer_norm(
@@ -194,9 +201,15 @@ def _describe_rms_norm(
     return _describe("rms_norm", input, sizes(normalized_shape), {"weight": weight}, out_dtype)
 
 
-def _describe(op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None], out_dtype: torch.dtype | None) -> Call:
+def _describe(
+    op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None], out_dtype: torch.dtype | None
+) -> Call:
     given = {name: tensor for name, tensor in parameters.items() if tensor is not None}
-    dtypes = (("input", input.dtype), *((name, t.dtype) for name, t in given.items()), ("output", amp.norm_output_dtype(input, out_dtype)))
+    dtypes = (
+        ("input", input.dtype),
+        *((name, t.dtype) for name, t in given.items()),
+        ("output", amp.norm_output_dtype(input, out_dtype)),
+    )
     hidden = math.prod(shape)
     rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *given.values()))
@@ -207,10 +220,18 @@ def _describe(op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[s
 
 
 class _LayerNorm(torch.autograd.Function):
-    """One autograd function over any backend's ``layer_norm_fwd`` and ``layer_norm_bwd``; the backend is kept for backward."""
+    """One autograd function over any backend's ``layer_norm_fwd`` and ``layer_norm_bwd``, which stays that backend's."""
 
     @staticmethod
-    def forward(ctx: Any, module: ModuleType, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        module: ModuleType,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
         y, mean, rstd = module.layer_norm_fwd(x, weight, bias, eps, dtype)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.module, ctx.eps, ctx.dtype, ctx.bias = module, eps, dtype, None if bias is None else bias.dtype
@@ -224,16 +245,31 @@ class _LayerNorm(torch.autograd.Function):
             # A bias enters linearly: its value does not matter to any derivative.
             bias = None if ctx.bias is None else x.new_zeros(x.shape[1], dtype=ctx.bias).requires_grad_()
             args = (x, weight, bias)
-            return None, *differentiate(lambda: layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps, ctx.dtype), args, need, dy), None, None
+            return (
+                None,
+                *differentiate(
+                    lambda: layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps, ctx.dtype), args, need, dy
+                ),
+                None,
+                None,
+            )
         dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
         return None, *ctx.module.layer_norm_bwd(dy, x, weight, mean, rstd, need, ctx.bias), None, None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One autograd function over any backend's ``rms_norm_fwd`` and ``rms_norm_bwd``; the backend is kept for backward."""
+    """One autograd function over any backend's ``rms_norm_fwd`` and ``rms_norm_bwd``, which stays that backend's."""
 
     @staticmethod
-    def forward(ctx: Any, module: ModuleType, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        module: ModuleType,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
         y, rstd = module.rms_norm_fwd(x, weight, eps, weight_offset, dtype)
         ctx.save_for_backward(x, weight, rstd)
         ctx.module, ctx.eps, ctx.weight_offset, ctx.dtype = module, eps, weight_offset, dtype
@@ -244,7 +280,18 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[1:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return None, *differentiate(lambda: rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset, ctx.dtype), (x, weight), need, dy), None, None, None
+            return (
+                None,
+                *differentiate(
+                    lambda: rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset, ctx.dtype),
+                    (x, weight),
+                    need,
+                    dy,
+                ),
+                None,
+                None,
+                None,
+            )
         dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
         return None, *ctx.module.rms_norm_bwd(dy, x, weight, rstd, ctx.weight_offset, need), None, None, None
 
@@ -258,7 +305,9 @@ def _rows(tensor: Tensor, hidden: int) -> Tensor:
 def wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
     """Make a whole op of a backend's ``layer_norm_fwd`` and ``layer_norm_bwd``."""
 
-    def run(input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    def run(
+        input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> Tensor:
         hidden = math.prod(shape)
         flat = [None if p is None else p.reshape(hidden) for p in (weight, bias)]
         y: Tensor = _LayerNorm.apply(module, _rows(input, hidden), *flat, eps, dtype)
@@ -270,7 +319,9 @@ def wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
 def wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
     """Make a whole op of a backend's ``rms_norm_fwd`` and ``rms_norm_bwd``."""
 
-    def run(input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
+    def run(
+        input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype
+    ) -> Tensor:
         hidden = math.prod(shape)
         flat = None if weight is None else weight.reshape(hidden)
         y: Tensor = _RMSNorm.apply(module, _rows(input, hidden), flat, eps, weight_offset, dtype)
@@ -298,24 +349,44 @@ _FULL_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
 
 
 def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Callable[[str], Iterator[Case]]:
-    from ..testing import LAYOUTS, VALUES
-
     def cases(level: str) -> Iterator[Case]:
         full = level == "full"
 
-        def case(shape: tuple[int, ...], n: int, mix: tuple[torch.dtype | None, ...], keep: Sequence[str] = names, **more: Any) -> Case:
-            dtypes = {name: dtype for name, dtype in zip(names, mix, strict=False) if name in keep}
+        def case(
+            shape: tuple[int, ...],
+            n: int,
+            mix: tuple[torch.dtype | None, ...],
+            keep: Sequence[str] = names,
+            **more: Any,
+        ) -> Case:
+            dtypes = {name: dtype for name, dtype in zip(names, mix, strict=False) if name in keep and dtype}
             return Case(shape, n, dtypes, mix[-1], **more)
 
         amp_mix, base = _MIXES[3], ((9, 768), 1)
-        mixes = [(*m, o) for m in product((_32, _16, _B), repeat=3) for o in (None, _32, _16, _B)] if full else _MIXES
-        yield from (case(shape, n, mix) for shape, n in _SHAPES + (_FULL_SHAPES if full else ()) for mix in (_MIXES[0], amp_mix, _MIXES[1]))
-        yield from (case((33, 136), 1, mix) for mix in mixes)
-        yield from (case((33, 136), 1, _MIXES[-1]) for _ in range(full))
-        yield from (case(*base, mix, layout=layout) for layout in LAYOUTS for mix in (_MIXES[0], _MIXES[1]) if layout != "contiguous")
-        yield from (case((6, 512), 1, mix, values=values) for values in VALUES for mix in (_MIXES[0], amp_mix) if values != "normal")
+        mixes = [(*m, o) for m in product((_32, _16, _B), repeat=3) for o in (None, _32, _16, _B)] if full else []
+        yield from (
+            case(shape, n, mix)
+            for shape, n in _SHAPES + (_FULL_SHAPES if full else ())
+            for mix in (_MIXES[0], amp_mix, _MIXES[1])
+        )
+        yield from (case((33, 136), 1, mix) for mix in (*_MIXES, *mixes))
+        yield from (
+            case(*base, mix, layout=layout)
+            for layout in LAYOUTS
+            for mix in (_MIXES[0], _MIXES[1])
+            if layout != "contiguous"
+        )
+        yield from (
+            case((6, 512), 1, mix, values=values)
+            for values in VALUES
+            for mix in (_MIXES[0], amp_mix)
+            if values != "normal"
+        )
         yield from (case(*base, amp_mix, options=option) for option in options)
-        yield from (case(*base, amp_mix, keep=keep) for keep in [names[:1], *((names[0], name) for name in names[1:] if len(names) > 2)])
+        yield from (
+            case(*base, amp_mix, keep=keep)
+            for keep in [names[:1], *((names[0], name) for name in names[1:] if len(names) > 2)]
+        )
 
     return cases
 
@@ -327,7 +398,9 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
         shape = sizes(args["normalized_shape"])
         dims, x = tuple(range(-len(shape), 0)), args["input"]
         weight = args.get("weight")
-        w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get("weight_offset", 0.0)
+        w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get(
+            "weight_offset", 0.0
+        )
         eps = args.get("eps")
         mean = x.mean(dims, keepdim=True) if centred else torch.zeros((), dtype=x.dtype, device=x.device)
         rstd = ((x - mean).square().mean(dims, keepdim=True) + (torch.finfo(_32).eps if eps is None else eps)).rsqrt()
@@ -338,7 +411,14 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
         rows = tuple(range(x.dim() - len(shape)))
         return {
             "output": w.abs() * x.abs().amax(dims, keepdim=True) * rstd + y,
-            "input": rstd * spread * (wdy + wdy.mean(dims, keepdim=True) + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True) + shift * (wdy * xhat).mean(dims, keepdim=True)),
+            "input": rstd
+            * spread
+            * (
+                wdy
+                + wdy.mean(dims, keepdim=True)
+                + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True)
+                + shift * (wdy * xhat).mean(dims, keepdim=True)
+            ),
             "weight": (dy.abs() * (xhat + shift) * spread).sum(rows) if rows else dy.abs() * (xhat + shift) * spread,
             "bias": dy.abs().sum(rows) if rows else dy.abs(),
         }
@@ -364,7 +444,8 @@ def _parameter_shape(case: Case) -> tuple[int, ...]:
 
 
 registry.register(OpSpec(
-    "layer_norm", "norm", layer_norm, layer_norm_reference, _describe_layer_norm, ("input", "weight", "bias"), _parameter_shape,
+    "layer_norm", "norm", layer_norm, layer_norm_reference, _describe_layer_norm,
+    ("input", "weight", "bias"), _parameter_shape,
     _cases(("input", "weight", "bias"), ({"eps": 1e-12}, {"eps": 1e-3})), _condition(True), _terms, _bytes_moved,
 ))  # fmt: skip
 registry.register(OpSpec(
