@@ -1,0 +1,78 @@
+// The native backend's table of contents: every schema and every Python-visible name, nothing else.
+// Kernels are registered for their devices at the foot of csrc/ops/<family>.cpp.
+#include <string>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/headeronly/version.h>
+#include <torch/library.h>
+
+#include "build_info.h"
+#include "ops/norm.h"
+
+namespace py = pybind11;
+
+TORCH_LIBRARY(fusedops, m) {
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "layer_norm_fwd(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+      "ScalarType? out_dtype) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor mean, Tensor rstd, "
+      "bool[3] output_mask, ScalarType? bias_dtype=None) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float eps=1e-06, "
+      "float weight_offset=0., ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "rms_norm_fwd(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps, float weight_offset, "
+      "ScalarType? out_dtype) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor rstd, "
+      "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
+}
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = TORCH_VERSION;
+  info["cpu_isa"] = fusedops::cpu::isa();
+#ifdef FUSEDOPS_WITH_CUDA
+  const int version = fusedops::cuda::toolkit_version();
+  info["cuda"] = std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  std::string archs = fusedops::cuda::arch_list();  // "800,900" -> "80;90"
+  for (size_t at = 0; (at = archs.find("0,", at)) != std::string::npos;) archs.replace(at, 2, ";");
+  archs.pop_back();
+  info["archs"] = archs;
+#else
+  info["cuda"] = "";
+  info["archs"] = "";
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def("build_info", &build_info);
+
+  m.def("layer_norm", &fusedops::layer_norm, py::arg("input"), py::arg("normalized_shape"),
+        py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5,
+        py::arg("out_dtype") = py::none(), NoGil());
+  m.def("layer_norm_fwd", &fusedops::layer_norm_fwd, py::arg("input"), py::arg("normalized_shape"), py::arg("weight"),
+        py::arg("bias"), py::arg("eps"), py::arg("out_dtype"), NoGil());
+  m.def("layer_norm_bwd", &fusedops::layer_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
+        py::arg("weight"), py::arg("mean"), py::arg("rstd"), py::arg("output_mask"),
+        py::arg("bias_dtype") = py::none(), NoGil());
+  m.def("rms_norm", &fusedops::rms_norm, py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
+        py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0, py::arg("out_dtype") = py::none(), NoGil());
+  m.def("rms_norm_fwd", &fusedops::rms_norm_fwd, py::arg("input"), py::arg("normalized_shape"), py::arg("weight"),
+        py::arg("eps"), py::arg("weight_offset"), py::arg("out_dtype"), NoGil());
+  m.def("rms_norm_bwd", &fusedops::rms_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
+        py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
+}

@@ -1,0 +1,16 @@
+// Element types as the kernels know them: raw pointers carry one of these beside them.
+#pragma once
+
+namespace fusedops {
+
+enum class DType : int { f32, f16, bf16, f64 };
+
+inline int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return 8;
+    case DType::f32: return 4;
+    default: return 2;
+  }
+}
+
+}  // namespace fusedops

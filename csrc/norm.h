@@ -1,0 +1,66 @@
+// What the norm kernels are given, on every device: raw pointers, no framework type. A row is `hidden` contiguous
+// elements; rows of x and dy are a stride apart, all other tensors are contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only .cu files include
+
+namespace fusedops {
+
+struct NormFwd {
+  bool rms;             // RMSNorm: no mean is subtracted
+  int64_t rows;
+  int64_t hidden;
+  const void* x;        // [rows, hidden]
+  int64_t x_stride;     // elements from one row to the next
+  DType x_dtype;
+  const void* weight;   // [hidden] or null
+  DType weight_dtype;
+  const void* bias;     // [hidden] or null
+  DType bias_dtype;
+  double eps;
+  double weight_offset;
+  void* y;              // [rows, hidden]
+  DType y_dtype;
+  void* mean;           // [rows] or null; fp32, fp64 where x is
+  void* rstd;           // [rows] or null
+};
+
+struct NormBwd {
+  bool rms;
+  int64_t rows;
+  int64_t hidden;
+  const void* x;        // [rows, hidden]
+  int64_t x_stride;
+  DType x_dtype;
+  const void* dy;       // [rows, hidden]
+  int64_t dy_stride;
+  DType dy_dtype;
+  const void* weight;   // [hidden] or null
+  DType weight_dtype;
+  double weight_offset;
+  const void* mean;     // [rows], null for RMSNorm
+  const void* rstd;     // [rows]
+  void* dx;             // [rows, hidden] or null where not wanted
+  void* dweight;        // [hidden] or null
+  void* dbias;          // [hidden] or null
+  DType dbias_dtype;    // dweight has the dtype of weight
+  void* workspace;      // norm_bwd_workspace() bytes, or null where that is 0
+};
+
+namespace cpu {
+void norm_fwd(const NormFwd& args);
+void norm_bwd(const NormBwd& args);
+}  // namespace cpu
+
+namespace cuda {
+// Launchers on the current device. They return null, or what CUDA said of the launch.
+const char* norm_fwd(const NormFwd& args, cudaStream_t stream);
+const char* norm_bwd(const NormBwd& args, cudaStream_t stream);
+int64_t norm_bwd_workspace(const NormBwd& args);
+}  // namespace cuda
+
+}  // namespace fusedops
