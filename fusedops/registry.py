@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class OpSpec:
         family: the stem its files share.
         function: the public function.
         reference: the same call in plain torch; in float64 it is the truth.
+        wrap: makes a differentiable op of a backend's ``<op>_fwd`` and ``<op>_bwd``.
         describe: turns the arguments of a call into a ``Call`` (what ``explain`` shows).
         grads: names of the differentiable arguments, ``input`` first.
         parameter_shape: shape of every argument but ``input``, from a case.
@@ -91,6 +93,7 @@ class OpSpec:
     family: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
+    wrap: Callable[[ModuleType], Callable[..., Any]]
     describe: Callable[..., Call]
     grads: tuple[str, ...]
     parameter_shape: Callable[[Case], tuple[int, ...]]

@@ -32,18 +32,13 @@ def get(name: str) -> ModuleType:
 
 def implementation(name: str, call: Call) -> Callable[..., Any]:
     """Return what backend ``name`` runs for a call: its own whole op, or its pair under the op's autograd function."""
-    from ..registry import OPTIMS
-
     module = get(name)
     if hasattr(module, "implementation"):
         whole: Callable[..., Any] = module.implementation(call)
         return whole
-    if call.op in OPTIMS:
-        plan: Callable[..., Any] = module.adam_plan
-        return plan
-    from ..ops import WRAPPERS
+    from ..registry import OPS
 
-    return WRAPPERS[call.op](module)
+    return OPS[call.op].wrap(module) if call.op in OPS else module.adam_plan
 
 
 def backends(device_type: str | None = None) -> dict[str, str | None]:

@@ -14,10 +14,12 @@ import torch
 from .._build import load_native, native_problem
 from ..dispatch import Call, Limits
 from ..ops._common import FLOATS
+from ..registry import OPS, OPTIMS
 
 NAME = "native"
 _C: Any = load_native()
-LIMITS = {op: Limits(FLOATS) for op in ("layer_norm", "rms_norm", "adam", "adamw")}
+# An op is native when the extension has it; the kernels take every float dtype and any size.
+LIMITS = {op: Limits(FLOATS) for op in (*(op for op in OPS if hasattr(_C, op)), *OPTIMS)}
 
 
 def unavailable(device_type: str) -> str | None:
@@ -31,7 +33,7 @@ def unavailable(device_type: str) -> str | None:
 
 def implementation(call: Call) -> Callable[..., Any]:
     """Return the op: the dispatcher's entry while tracing, the pybind11 front door otherwise."""
-    if call.op in ("adam", "adamw"):
+    if call.op in OPTIMS:
         return adam_plan
     whole: Callable[..., Any] = getattr(torch.ops.fusedops, call.op).default if call.compiling else getattr(_C, call.op)
     return whole

@@ -6,20 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..dispatch import Call, Limits
-from ..ops import norm
 from ..ops._common import FLOATS
+from ..registry import OPS, OPTIMS
 from .reference_adam import adam_plan, grad_norm, grad_scale_
 
-__all__ = ["LIMITS", "NAME", "RUN", "adam_plan", "grad_norm", "grad_scale_", "implementation", "unavailable"]
+__all__ = ["LIMITS", "NAME", "adam_plan", "grad_norm", "grad_scale_", "implementation", "unavailable"]
 
 NAME = "reference"
-RUN: dict[str, Callable[..., Any]] = {
-    "layer_norm": norm.layer_norm_reference,
-    "rms_norm": norm.rms_norm_reference,
-    "adam": adam_plan,
-    "adamw": adam_plan,
-}
-LIMITS = {op: Limits(FLOATS) for op in RUN}
+LIMITS = {op: Limits(FLOATS) for op in (*OPS, *OPTIMS)}
 
 
 def unavailable(device_type: str) -> str | None:
@@ -28,5 +22,5 @@ def unavailable(device_type: str) -> str | None:
 
 
 def implementation(call: Call) -> Callable[..., Any]:
-    """Return the plain function of an op."""
-    return RUN[call.op]
+    """Return the plain function of an op, the plain engine of an optimizer."""
+    return OPS[call.op].reference if call.op in OPS else adam_plan

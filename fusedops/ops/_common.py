@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, registry
 from ..config import CONFIG
 from ..dispatch import Call
 
@@ -71,9 +71,7 @@ def _plain(input: Tensor, others: tuple[Tensor | None, ...]) -> bool:
 
 
 def _reference(op: str) -> Callable[..., Any]:
-    from ..backends import reference
-
-    return reference.RUN[op]
+    return registry.OPS[op].reference
 
 
 # What traced code calls, by the key that _choose_compiling returns (Dynamo can burn in a string, not a function).
@@ -102,7 +100,7 @@ def _choose_compiling(
 def differentiate(
     function: Callable[[], Tensor], inputs: Sequence[Tensor | None], need: Sequence[bool], grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``function()`` by autograd, differentiable again: what backward does under create_graph."""
+    """Return the gradients of ``function()``, differentiable again: what backward does under create_graph."""
     with torch.enable_grad():
         output = function()
     wanted = [t for t, needed in zip(inputs, need, strict=True) if needed and t is not None]

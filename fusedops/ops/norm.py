@@ -220,7 +220,7 @@ def _describe(
 
 
 class _LayerNorm(torch.autograd.Function):
-    """One autograd function over any backend's ``layer_norm_fwd`` and ``layer_norm_bwd``, which stays that backend's."""
+    """One autograd function over any backend's pair; backward is the same backend's as forward."""
 
     @staticmethod
     def forward(
@@ -258,7 +258,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One autograd function over any backend's ``rms_norm_fwd`` and ``rms_norm_bwd``, which stays that backend's."""
+    """One autograd function over any backend's pair; backward is the same backend's as forward."""
 
     @staticmethod
     def forward(
@@ -302,7 +302,7 @@ def _rows(tensor: Tensor, hidden: int) -> Tensor:
     return flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
-def wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
+def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
     """Make a whole op of a backend's ``layer_norm_fwd`` and ``layer_norm_bwd``."""
 
     def run(
@@ -316,7 +316,7 @@ def wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
     return run
 
 
-def wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
+def _wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
     """Make a whole op of a backend's ``rms_norm_fwd`` and ``rms_norm_bwd``."""
 
     def run(
@@ -443,12 +443,35 @@ def _parameter_shape(case: Case) -> tuple[int, ...]:
     return case.shape[len(case.shape) - case.normalized :]
 
 
-registry.register(OpSpec(
-    "layer_norm", "norm", layer_norm, layer_norm_reference, _describe_layer_norm,
-    ("input", "weight", "bias"), _parameter_shape,
-    _cases(("input", "weight", "bias"), ({"eps": 1e-12}, {"eps": 1e-3})), _condition(True), _terms, _bytes_moved,
-))  # fmt: skip
-registry.register(OpSpec(
-    "rms_norm", "norm", rms_norm, rms_norm_reference, _describe_rms_norm, ("input", "weight"), _parameter_shape,
-    _cases(("input", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0})), _condition(False), _terms, _bytes_moved,
-))  # fmt: skip
+registry.register(
+    OpSpec(
+        name="layer_norm",
+        family="norm",
+        function=layer_norm,
+        reference=layer_norm_reference,
+        wrap=_wrap_layer_norm,
+        describe=_describe_layer_norm,
+        grads=("input", "weight", "bias"),
+        parameter_shape=_parameter_shape,
+        cases=_cases(("input", "weight", "bias"), ({"eps": 1e-12}, {"eps": 1e-3})),
+        condition=_condition(centred=True),
+        terms=_terms,
+        bytes_moved=_bytes_moved,
+    )
+)
+registry.register(
+    OpSpec(
+        name="rms_norm",
+        family="norm",
+        function=rms_norm,
+        reference=rms_norm_reference,
+        wrap=_wrap_rms_norm,
+        describe=_describe_rms_norm,
+        grads=("input", "weight"),
+        parameter_shape=_parameter_shape,
+        cases=_cases(("input", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0})),
+        condition=_condition(centred=False),
+        terms=_terms,
+        bytes_moved=_bytes_moved,
+    )
+)
