@@ -1,0 +1,51 @@
+"""The command `fusedops`: one module per subcommand, imported only when that subcommand is asked for.
+
+A module holds `add_parser(subparsers)` and `run(args) -> int`, the exit status. What it needs beyond torch comes
+with `pip install 'fusedops[cli]'`; a missing part breaks its own command alone.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "report": "what is installed here and which backends can run",
+    "parity": "check every op on this machine against plain torch in float64",
+    "bench": "time ops and optimizers beside torch and other packages",
+    "train": "train a GPT on real text, plain PyTorch against fusedops",
+}
+EXTRAS = ("rich", "matplotlib", "pynvml", "platformdirs", "safetensors", "numpy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments, those of the process when None.
+
+    Returns:
+        The exit status: 0, or what the subcommand says; 2 when it cannot start.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="fusedops", description="Fused kernels for training transformers.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    try:
+        for name, summary in COMMANDS.items():
+            if argv[:1] == [name]:
+                module = importlib.import_module(f"fusedops.cli.{name}")
+                module.add_parser(subparsers)
+                parser.set_defaults(run=module.run)
+            else:
+                subparsers.add_parser(name, help=summary)
+        args = parser.parse_args(argv)
+        status: int = args.run(args)
+        return status
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        print(f"fusedops {argv[0]} needs {error.name}: pip install 'fusedops[cli]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
