@@ -9,6 +9,7 @@ and why. Importing changes nothing in torch.
 """
 
 from . import amp, backends, nn, optim
+from .cli.report import report
 from .dispatch import explain, use_backend
 from .errors import FallbackWarning, UnsupportedError
 from .ops import layer_norm, rms_norm
@@ -22,6 +23,7 @@ __all__ = [
     "layer_norm",
     "nn",
     "optim",
+    "report",
     "rms_norm",
     "use_backend",
 ]

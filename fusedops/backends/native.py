@@ -24,11 +24,7 @@ LIMITS = {op: Limits(FLOATS) for op in (*(op for op in OPS if hasattr(_C, op)), 
 
 def unavailable(device_type: str) -> str | None:
     """Return why the extension can't run on a device type, or None where it can."""
-    if _C is None:
-        return native_problem() or "the extension is not built"
-    if device_type == "cuda" and not _C.build_info()["cuda"]:
-        return "the extension was built without CUDA kernels"
-    return None if device_type in ("cpu", "cuda") else f"it has no kernels for {device_type}"
+    return native_problem(device_type)
 
 
 def implementation(call: Call) -> Callable[..., Any]:
