@@ -1,0 +1,49 @@
+"""The Triton backend: norms and Adam as Triton kernels, on CUDA devices or, with `TRITON_INTERPRET=1`, on the CPU.
+
+Importing this package does not import Triton: the kernels are loaded when one of its functions is first asked for.
+"""
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+NAME = "triton"
+
+_HOMES = {
+    "layer_norm_fwd": "norm",
+    "layer_norm_bwd": "norm",
+    "rms_norm_fwd": "norm",
+    "rms_norm_bwd": "norm",
+    "adam_plan": "adam",
+    "grad_norm": "adam",
+    "grad_scale_": "adam",
+}
+
+
+def unavailable(device_type: str) -> str | None:
+    """Say why Triton cannot serve tensors on `device_type`, or None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type == "cpu":
+        return None if interpreting else "Triton runs on the CPU only under its interpreter (TRITON_INTERPRET=1)"
+    if device_type != "cuda":
+        return f"not tried on {device_type} devices"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.hip is not None:
+        return "not tried on ROCm"
+    if interpreting:
+        return "TRITON_INTERPRET=1 is set: kernels would run in Python"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = function
+    return function

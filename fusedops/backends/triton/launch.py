@@ -1,0 +1,50 @@
+"""Launching Triton kernels: device guard, options that must not drift between Triton versions, device limits."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+# run(kernel, grid, device, args, constexprs, warps)
+Launch = Callable[[Any, tuple[int, ...], torch.device, tuple[Any, ...], dict[str, Any], int], None]
+
+
+class DeviceLimits(NamedTuple):
+    """What launch decisions need to know of a device."""
+
+    multiprocessors: int
+    shared_bytes: int  # shared memory a program may ask for
+
+
+# The interpreter runs programs one after another, so a handful shows all there is to see.
+INTERPRETER = DeviceLimits(multiprocessors=2, shared_bytes=64 * 1024)
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Read the limits of `device` once; the interpreter's CPU counts as a tiny one."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
+) -> None:
+    """Run `kernel` on `device`, which need not be the current one.
+
+    FP fusion is asked for explicitly: its default changes with Triton 3.10.
+    """
+    switch = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if switch else contextlib.nullcontext():
+        kernel[grid](*args, **meta, num_warps=warps, enable_fp_fusion=True)
+
+
+def launch_traced(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
+) -> None:
+    """The same inside a `triton_op`, where torch.compile records the launch and sets the device itself."""
+    torch.library.wrap_triton(kernel)[grid](*args, **meta, num_warps=warps)

@@ -1,0 +1,375 @@
+"""LayerNorm and RMSNorm on Triton: which kernel of `norm_kernels.py` runs, and how it is launched.
+
+Functions take 2-D tensors whose last dimension is contiguous and whose row stride is free. Input, weight, bias and
+output may each be fp32, fp16 or bf16.
+
+Numerics: fp32 throughout, one rounding to the output's dtype; two-pass variance (lane-wise Welford for rows wider
+than one program); deterministic.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fusedops.backends.triton import norm_kernels as kernels
+from fusedops.backends.triton.launch import Launch, device_limits, launch, launch_traced
+
+
+class RowConfig(NamedTuple):
+    """How rows of up to `width` elements are given to programs."""
+
+    width: int
+    rows: int  # rows a program works on at once
+    warps: int
+    stages: int = 1  # groups of rows in flight
+    per_sm: int = 1  # persistent programs per multiprocessor
+    split: bool = True  # a row may be two tiles (`row_tiles`)
+
+
+# Narrow rows: one warp a row needs no exchange between warps; wider ones keep 16 to 32 elements a lane in registers.
+FORWARD = (
+    RowConfig(256, rows=4, warps=1),
+    RowConfig(512, rows=2, warps=1),
+    RowConfig(1024, rows=1, warps=1),
+    RowConfig(2048, rows=1, warps=4),
+    RowConfig(4096, rows=1, warps=8),
+    RowConfig(8192, rows=1, warps=16),
+    RowConfig(16384, rows=1, warps=16),
+    RowConfig(32768, rows=1, warps=32),
+)
+# Input, dy, weight and both sums live in registers: 8 to 16 columns a lane. Several narrow rows share one exchange
+# between warps; there a second tile costs an exchange of its own and saves too little.
+BACKWARD = (
+    RowConfig(256, rows=4, warps=2, stages=3, per_sm=8, split=False),
+    RowConfig(512, rows=4, warps=2, stages=3, per_sm=8, split=False),
+    RowConfig(1024, rows=2, warps=4, stages=3, per_sm=4, split=False),
+    RowConfig(2048, rows=1, warps=4, stages=3, per_sm=4),
+    RowConfig(4096, rows=1, warps=8, stages=3, per_sm=2),
+    RowConfig(8192, rows=1, warps=16, stages=3, per_sm=1),
+)
+# Without mean and dbias wider rows fit the registers.
+BACKWARD_RMS = (*BACKWARD, RowConfig(12288, rows=1, warps=32, stages=3, per_sm=1))
+# Wider rows are walked in blocks of `width`.
+FORWARD_WIDE = RowConfig(8192, rows=1, warps=16, stages=2)
+BACKWARD_WIDE_MEANS = RowConfig(4096, rows=1, warps=8, stages=3)
+BACKWARD_WIDE = RowConfig(512, rows=8, warps=4, stages=2, per_sm=8)
+SUM_PARTIALS = RowConfig(32, rows=64, warps=4)
+
+
+class RowTiles(NamedTuple):
+    """A row as one or two power-of-two tiles; `masked` when the last of them overruns the row."""
+
+    main: int
+    tail: int
+    masked: bool
+
+
+@functools.cache
+def row_tiles(hidden: int, split: bool) -> RowTiles:
+    """Cover `hidden` columns with one tile or, where `split` allows and lanes are saved, its largest power of two
+    and a smaller tile.
+    """
+    padded = triton.next_power_of_2(hidden)
+    main = padded // 2
+    tail = max(triton.next_power_of_2(hidden - main), 16)
+    if padded == hidden or tail >= main or not split:
+        return RowTiles(padded, 0, padded != hidden)
+    return RowTiles(main, tail, main + tail != hidden)
+
+
+@functools.cache
+def row_config(configs: tuple[RowConfig, ...], hidden: int) -> RowConfig | None:
+    """Pick the first config wide enough for a row, None when none is: the row must be walked."""
+    return next((config for config in configs if hidden <= config.width), None)
+
+
+def stages_that_fit(config: RowConfig, tiles: RowTiles, bytes_per_column: int, shared_bytes: int) -> int:
+    """Lower `config.stages` to what shared memory holds: every group in flight but the one being worked on."""
+    group = config.rows * (tiles.main + tiles.tail) * bytes_per_column
+    exchange = 4096  # what the warps use between themselves
+    return max(1, min(config.stages, 1 + (shared_bytes // config.per_sm - exchange) // group))
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each row: y = (x - mean) · rstd · weight + bias.
+
+    Args:
+        x (rows, hidden): fp32 | fp16 | bf16, last dimension contiguous.
+        weight (hidden): fp32 | fp16 | bf16, or None for ones.
+        bias (hidden): fp32 | fp16 | bf16, or None for zeros.
+        eps: added to the variance.
+        out_dtype: dtype of y.
+
+    Returns:
+        y (rows, hidden) contiguous in `out_dtype`, mean (rows,) and rstd (rows,) in fp32.
+    """
+    if torch.compiler.is_compiling():
+        return _traced_ops().layer_norm_fwd(x, weight, bias, eps, out_dtype)
+    return _layer_norm_fwd(launch, x, weight, bias, eps, out_dtype)
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `layer_norm_fwd`; each is None where `need` (dx, dweight, dbias) says so.
+
+    Args:
+        dy (rows, hidden): gradient of y, last dimension contiguous.
+        x (rows, hidden): the input of forward.
+        weight (hidden): the weight of forward, or None.
+        mean (rows,): fp32, from forward.
+        rstd (rows,): fp32, from forward.
+        need: which of dx, dweight, dbias to compute.
+        bias_dtype: dtype of dbias.
+
+    Returns:
+        dx in x's dtype, dweight in weight's, dbias in `bias_dtype`.
+    """
+    if torch.compiler.is_compiling():
+        grads = _traced_ops().layer_norm_bwd(dy, x, weight, mean, rstd, list(need), bias_dtype)
+        return tuple(grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    return _norm_bwd(launch, dy, x, weight, mean, rstd, 0.0, need, bias_dtype)
+
+
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale each row: y = x · rstd · (weight + weight_offset), rstd = 1 / sqrt(mean(x²) + eps).
+
+    Args:
+        x (rows, hidden): fp32 | fp16 | bf16, last dimension contiguous.
+        weight (hidden): fp32 | fp16 | bf16, or None for ones (`weight_offset` then plays no part).
+        eps: added to the mean square.
+        weight_offset: added to the weight in fp32.
+        out_dtype: dtype of y.
+
+    Returns:
+        y (rows, hidden) contiguous in `out_dtype` and rstd (rows,) in fp32.
+    """
+    if torch.compiler.is_compiling():
+        return _traced_ops().rms_norm_fwd(x, weight, eps, weight_offset, out_dtype)
+    return _rms_norm_fwd(launch, x, weight, eps, weight_offset, out_dtype)
+
+
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `rms_norm_fwd`; each is None where `need` (dx, dweight) says so.
+
+    Args:
+        dy (rows, hidden): gradient of y, last dimension contiguous.
+        x (rows, hidden): the input of forward.
+        weight (hidden): the weight of forward, or None.
+        rstd (rows,): fp32, from forward.
+        weight_offset: as in forward.
+        need: which of dx, dweight to compute.
+
+    Returns:
+        dx in x's dtype, dweight in weight's.
+    """
+    if torch.compiler.is_compiling():
+        grads = _traced_ops().rms_norm_bwd(dy, x, weight, rstd, weight_offset, list(need))
+        return tuple(grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    dx, dweight, _ = _norm_bwd(launch, dy, x, weight, None, rstd, weight_offset, (*need, False), None)
+    return dx, dweight
+
+
+def _layer_norm_fwd(
+    run: Launch, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    mean = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    _norm_fwd(run, x, weight, bias, y, mean, rstd, eps, 0.0)
+    return y, mean, rstd
+
+
+def _rms_norm_fwd(
+    run: Launch, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    rstd = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
+    _norm_fwd(run, x, weight, None, y, None, rstd, eps, weight_offset if weight is not None else 0.0)
+    return y, rstd
+
+
+def _norm_fwd(
+    run: Launch,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    rows, hidden = x.shape
+    if rows == 0 or hidden == 0:
+        return
+    args = (x, weight, bias, y, mean, rstd, rows, hidden, x.stride(0), eps, weight_offset)
+    config = row_config(FORWARD, hidden)
+    if config is None:
+        wide = FORWARD_WIDE
+        meta = {"CENTER": mean is not None, "BLOCK": wide.width, "STAGES": wide.stages}
+        run(kernels.norm_fwd_wide_kernel, (rows,), x.device, args, meta, wide.warps)
+        return
+    meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(row_tiles(hidden, config.split))}
+    run(kernels.norm_fwd_kernel, (triton.cdiv(rows, config.rows),), x.device, args, meta, config.warps)
+
+
+def _tile_meta(tiles: RowTiles) -> dict[str, Any]:
+    return {"MAIN": tiles.main, "TAIL": tiles.tail, "MASKED": tiles.masked}
+
+
+def _norm_bwd(
+    run: Launch,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    need: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows, hidden = x.shape
+    need_dx, need_dweight, need_dbias = need
+    if weight is None:
+        weight_offset = 0.0
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dweight = torch.empty(hidden, dtype=weight.dtype, device=x.device) if need_dweight else None
+    dbias = torch.empty(hidden, dtype=bias_dtype, device=x.device) if need_dbias else None
+    if rows == 0 or hidden == 0:
+        return tuple(grad.zero_() if grad is not None else None for grad in (dx, dweight, dbias))
+
+    config = row_config(BACKWARD if mean is not None else BACKWARD_RMS, hidden)
+    programs = _bwd_programs(config, rows, hidden, x.device)
+    dw_partial, db_partial = (
+        torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if wanted else None
+        for wanted in (need_dweight, need_dbias)
+    )
+    tensors = (dy, x, weight, mean, rstd)
+    outputs = (dx, dw_partial, db_partial)
+    sizes = (rows, hidden, dy.stride(0), x.stride(0), weight_offset)
+    if config is not None:
+        _bwd_in_registers(run, config, tensors, outputs, sizes, programs)
+    else:
+        _bwd_in_blocks(run, tensors, outputs, sizes, programs)
+    if need_dweight or need_dbias:
+        grid = (triton.cdiv(hidden, SUM_PARTIALS.width), 2 if need_dbias else 1)
+        args = (dw_partial, db_partial, dweight, dbias, programs, hidden)
+        meta = {"PARTS": SUM_PARTIALS.rows, "BLOCK": SUM_PARTIALS.width}
+        run(kernels.sum_partials_kernel, grid, x.device, args, meta, SUM_PARTIALS.warps)
+    return dx, dweight, dbias
+
+
+def _bwd_programs(config: RowConfig | None, rows: int, hidden: int, device: torch.device) -> int:
+    """Persistent programs along the rows: enough to fill the device, no more than there are groups of rows."""
+    columns = 1
+    if config is None:
+        config = BACKWARD_WIDE
+        columns = triton.cdiv(hidden, config.width)
+    resident = device_limits(device).multiprocessors * config.per_sm
+    return min(triton.cdiv(resident, columns), triton.cdiv(rows, config.rows))
+
+
+def _bwd_in_registers(
+    run: Launch,
+    config: RowConfig,
+    tensors: tuple[Tensor | None, ...],
+    outputs: tuple[Tensor | None, ...],
+    sizes: tuple[Any, ...],
+    programs: int,
+) -> None:
+    dy, x, _, mean, _ = tensors
+    tiles = row_tiles(x.shape[1], config.split)
+    shared_bytes = device_limits(x.device).shared_bytes
+    stages = stages_that_fit(config, tiles, x.element_size() + dy.element_size(), shared_bytes)
+    meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
+    run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes), meta, config.warps)
+
+
+def _bwd_in_blocks(
+    run: Launch,
+    tensors: tuple[Tensor | None, ...],
+    outputs: tuple[Tensor | None, ...],
+    sizes: tuple[Any, ...],
+    programs: int,
+) -> None:
+    _, x, _, mean, rstd = tensors
+    rows, hidden = x.shape
+    center = mean is not None
+    means: tuple[Tensor | None, Tensor | None] = (None, None)
+    if outputs[0] is not None:
+        means = (torch.empty_like(rstd) if center else None, torch.empty_like(rstd))
+        config = BACKWARD_WIDE_MEANS
+        meta = {"CENTER": center, "BLOCK": config.width, "STAGES": config.stages}
+        run(kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
+    config = BACKWARD_WIDE
+    meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "STAGES": config.stages}
+    grid = (triton.cdiv(hidden, config.width), programs)
+    args = (*tensors, *means, *outputs, *sizes)
+    run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)
+
+
+class _TracedOps(NamedTuple):
+    layer_norm_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    layer_norm_bwd: Callable[..., list[Tensor]]
+    rms_norm_fwd: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm_bwd: Callable[..., list[Tensor]]
+
+
+@functools.cache
+def _traced_ops() -> _TracedOps:
+    """The four functions as ops that torch.compile traces into, down to the kernel launches."""
+    from torch.library import triton_op
+
+    def all_grads(x: Tensor, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+        return [x.new_empty(0) if grad is None else grad for grad in grads]  # an op cannot return None
+
+    def layer_norm_bwd_op(dy, x, weight, mean, rstd, need, bias_dtype):  # type: ignore[no-untyped-def]
+        return all_grads(x, _norm_bwd(launch_traced, dy, x, weight, mean, rstd, 0.0, tuple(need), bias_dtype))
+
+    def rms_norm_bwd_op(dy, x, weight, rstd, weight_offset, need):  # type: ignore[no-untyped-def]
+        need = (*need, False)
+        return all_grads(x, _norm_bwd(launch_traced, dy, x, weight, None, rstd, weight_offset, need, None))[:2]
+
+    def op(name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return triton_op(f"fusedops_triton::{name}", function, mutates_args=(), schema=schema)
+
+    return _TracedOps(
+        op(
+            "layer_norm_fwd",
+            "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+            functools.partial(_layer_norm_fwd, launch_traced),
+        ),
+        op(
+            "layer_norm_bwd",
+            "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[] need, ScalarType? bias_dtype)"
+            " -> Tensor[]",
+            layer_norm_bwd_op,
+        ),
+        op(
+            "rms_norm_fwd",
+            "(Tensor x, Tensor? weight, float eps, float weight_offset, ScalarType out_dtype) -> (Tensor, Tensor)",
+            functools.partial(_rms_norm_fwd, launch_traced),
+        ),
+        op(
+            "rms_norm_bwd",
+            "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool[] need) -> Tensor[]",
+            rms_norm_bwd_op,
+        ),
+    )

@@ -1,0 +1,405 @@
+"""Triton kernels of LayerNorm and RMSNorm. Launches and their configurations are in `norm.py`.
+
+    x̂ = (x - mean) · rstd     y = x̂ · (weight + weight_offset) + bias
+    dx = rstd · (g - mean(g) - x̂ · mean(g · x̂)),  g = dy · (weight + weight_offset)
+    dweight = Σ_rows dy · x̂     dbias = Σ_rows dy
+
+RMSNorm is the same without mean, mean(g) and bias (`CENTER=False`).
+
+A row that fits one program is one or two power-of-two tiles (`MAIN`, `TAIL`; 5120 is 4096 + 1024), so that common
+widths waste no lanes. Wider rows are walked in blocks. Every value is converted to fp32 as it is loaded.
+
+Bytes per element moved: forward input + output; backward input + dy + dx (rows wider than one program: one more read
+of input and dy). Nothing is atomic: the parameter gradients are summed by each program over its rows, then by
+`sum_partials_kernel` over programs, always in the same order.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rows(ptr, row, stride, cols, mask):
+    return tl.load(ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row_mask(live, cols, hidden, MASKED: tl.constexpr):
+    """Rows that exist, and columns that exist where the tile overruns the row."""
+    mask = live[:, None]
+    if MASKED:
+        mask = mask & (cols < hidden)[None, :]
+    return mask
+
+
+@triton.jit
+def _load_param(ptr, cols, hidden, default, MASKED: tl.constexpr):
+    """A weight or bias tile as fp32 `[1, len(cols)]`; a missing parameter is the constant `default`.
+
+    Loaded in two dimensions like the rows, so that Triton gives it the rows' layout and converts nothing.
+    """
+    cols = cols[None, :]
+    if ptr is None:
+        return tl.full(cols.shape, default, tl.float32)
+    elif MASKED:
+        return tl.load(ptr + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+    else:
+        return tl.load(ptr + cols).to(tl.float32)
+
+
+@triton.jit
+def _load_weight(ptr, cols, hidden, weight_offset, MASKED: tl.constexpr):
+    return _load_param(ptr, cols, hidden, 1.0, MASKED) + weight_offset
+
+
+@triton.jit
+def _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASKED: tl.constexpr):
+    y = (x - mean[:, None]) * rstd[:, None]
+    y = y * _load_weight(w_ptr, cols, hidden, weight_offset, MASKED) + _load_param(b_ptr, cols, hidden, 0.0, MASKED)
+    tl.store(y_ptr + row[:, None] * hidden + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_squares(x, mean, cols, hidden, MASKED: tl.constexpr):
+    centered = x - mean[:, None]
+    if MASKED:
+        centered = tl.where((cols < hidden)[None, :], centered, 0.0)
+    return tl.sum(centered * centered, axis=1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_fwd_kernel(
+    x_ptr,  # [rows, hidden], row stride x_stride
+    w_ptr,  # [hidden] or None
+    b_ptr,  # [hidden] or None
+    y_ptr,  # [rows, hidden]
+    mean_ptr,  # [rows] fp32, None for RMSNorm
+    rstd_ptr,  # [rows] fp32
+    rows,
+    hidden,
+    x_stride,
+    eps,
+    weight_offset,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One program normalises ROWS whole rows held in registers: two-pass variance from one read."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    cols = tl.arange(0, MAIN)
+    MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
+    mask = _row_mask(live, cols, hidden, MASK_MAIN)
+    x = _load_rows(x_ptr, row, x_stride, cols, mask)
+    if TAIL > 0:
+        tail_cols = MAIN + tl.arange(0, TAIL)
+        tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
+        tail = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
+
+    mean = tl.zeros([ROWS], tl.float32)
+    if CENTER:
+        mean = tl.sum(x, axis=1)
+        if TAIL > 0:
+            mean += tl.sum(tail, axis=1)
+        mean = mean / hidden
+        tl.store(mean_ptr + row, mean, mask=live)
+    squares = _sum_squares(x, mean, cols, hidden, MASK_MAIN)
+    if TAIL > 0:
+        squares += _sum_squares(tail, mean, tail_cols, hidden, MASKED)
+    rstd = 1.0 / tl.sqrt_rn(squares / hidden + eps)
+    tl.store(rstd_ptr + row, rstd, mask=live)
+
+    _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASK_MAIN)
+    if TAIL > 0:
+        _store_norm(tail, y_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, mean, rstd, weight_offset, MASKED)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_fwd_wide_kernel(
+    x_ptr,  # [rows, hidden], row stride x_stride
+    w_ptr,  # [hidden] or None
+    b_ptr,  # [hidden] or None
+    y_ptr,  # [rows, hidden]
+    mean_ptr,  # [rows] fp32, None for RMSNorm
+    rstd_ptr,  # [rows] fp32
+    rows,
+    hidden,
+    x_stride,
+    eps,
+    weight_offset,
+    CENTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program walks one row twice; the second read comes from the cache.
+
+    Each lane keeps a running mean and sum of squared deviations (Welford), and the lanes are merged once: no
+    cancellation at a large mean and no reduction inside the loop.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * x_stride
+    lane = tl.arange(0, BLOCK)
+
+    lane_mean = tl.zeros([BLOCK], tl.float32)
+    lane_squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
+        inside = start + lane < hidden
+        x = tl.load(x_row + start + lane, mask=inside, other=0.0).to(tl.float32)
+        if CENTER:
+            step = tl.where(inside, x - lane_mean, 0.0)
+            lane_mean += step / (start // BLOCK + 1)
+            lane_squares += step * (x - lane_mean)
+        else:
+            lane_squares += x * x
+
+    mean = tl.sum(tl.zeros([1], tl.float32), axis=0)
+    if CENTER:
+        count = ((hidden - lane + BLOCK - 1) // BLOCK).to(tl.float32)
+        mean = tl.sum(lane_mean * count, axis=0) / hidden
+        lane_squares += count * (lane_mean - mean) * (lane_mean - mean)
+        tl.store(mean_ptr + row, mean)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(lane_squares, axis=0) / hidden + eps)
+    tl.store(rstd_ptr + row, rstd)
+
+    for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
+        cols = start + lane
+        x = tl.load(x_row + cols, mask=cols < hidden, other=0.0).to(tl.float32)[None, :]
+        y = (x - mean) * rstd * _load_weight(w_ptr, cols, hidden, weight_offset, True)
+        y += _load_param(b_ptr, cols, hidden, 0.0, True)
+        tl.store(y_ptr + row * hidden + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=(cols < hidden)[None, :])
+
+
+@triton.jit
+def _row_sums(g, xhat, CENTER: tl.constexpr):
+    """Σ g (zero for RMSNorm) and Σ g·x̂ of each row, both in one exchange between the warps."""
+    if CENTER:
+        return tl.split(tl.sum(tl.join(g, g * xhat), axis=1))
+    else:
+        total = tl.sum(g * xhat, axis=1)
+        return tl.zeros_like(total), total
+
+
+@triton.jit
+def _store_partial(ptr, partial, program, cols, hidden, MASKED: tl.constexpr):
+    tl.store(ptr + program * hidden + cols, partial, mask=(cols < hidden) if MASKED else None)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_kernel(
+    dy_ptr,  # [rows, hidden], row stride dy_stride
+    x_ptr,  # [rows, hidden], row stride x_stride
+    w_ptr,  # [hidden] or None
+    mean_ptr,  # [rows] fp32, None for RMSNorm
+    rstd_ptr,  # [rows] fp32
+    dx_ptr,  # [rows, hidden] or None
+    dw_ptr,  # [programs, hidden] fp32 or None
+    db_ptr,  # [programs, hidden] fp32 or None
+    rows,
+    hidden,
+    dy_stride,
+    x_stride,
+    weight_offset,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Persistent programs: each takes every num_programs-th group of ROWS rows and keeps its dweight and dbias.
+
+    `STAGES` groups are in flight: the pipeliner copies the coming ones into shared memory while one is worked on.
+    Rows and columns beyond the end load as zero, and a zero dy adds nothing to any sum.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, MAIN)
+    MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
+    weight = _load_weight(w_ptr, cols, hidden, weight_offset, MASK_MAIN)
+    dweight = tl.zeros([MAIN], tl.float32)
+    dbias = tl.zeros([MAIN], tl.float32)
+    if TAIL > 0:
+        tail_cols = MAIN + tl.arange(0, TAIL)
+        tail_weight = _load_weight(w_ptr, tail_cols, hidden, weight_offset, MASKED)
+        tail_dweight = tl.zeros([TAIL], tl.float32)
+        tail_dbias = tl.zeros([TAIL], tl.float32)
+
+    for group in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        live = row < rows
+        mask = _row_mask(live, cols, hidden, MASK_MAIN)
+        xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
+        dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
+        if TAIL > 0:
+            tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
+            tail_xhat = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
+            tail_dy = _load_rows(dy_ptr, row, dy_stride, tail_cols, tail_mask)
+        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+        if CENTER:
+            mean = tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
+            xhat = xhat - mean
+            if TAIL > 0:
+                tail_xhat = tail_xhat - mean
+        xhat = xhat * rstd
+        if TAIL > 0:
+            tail_xhat = tail_xhat * rstd
+
+        if dw_ptr is not None:
+            dweight += tl.sum(dy * xhat, axis=0)
+            if TAIL > 0:
+                tail_dweight += tl.sum(tail_dy * tail_xhat, axis=0)
+        if db_ptr is not None:
+            dbias += tl.sum(dy, axis=0)
+            if TAIL > 0:
+                tail_dbias += tl.sum(tail_dy, axis=0)
+        if dx_ptr is not None:
+            g = dy * weight
+            sum_g, sum_gx = _row_sums(g, xhat, CENTER)
+            if TAIL > 0:
+                tail_g = tail_dy * tail_weight
+                tail_sum_g, tail_sum_gx = _row_sums(tail_g, tail_xhat, CENTER)
+                sum_g += tail_sum_g
+                sum_gx += tail_sum_gx
+            mean_g = (sum_g / hidden)[:, None]
+            mean_gx = (sum_gx / hidden)[:, None]
+            dx = rstd * (g - mean_g - xhat * mean_gx)
+            dx_row = dx_ptr + row[:, None] * hidden
+            tl.store(dx_row + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if TAIL > 0:
+                tail_dx = rstd * (tail_g - mean_g - tail_xhat * mean_gx)
+                tl.store(dx_row + tail_cols[None, :], tail_dx.to(dx_ptr.dtype.element_ty), mask=tail_mask)
+
+    if dw_ptr is not None:
+        _store_partial(dw_ptr, dweight, program, cols, hidden, MASK_MAIN)
+        if TAIL > 0:
+            _store_partial(dw_ptr, tail_dweight, program, tail_cols, hidden, MASKED)
+    if db_ptr is not None:
+        _store_partial(db_ptr, dbias, program, cols, hidden, MASK_MAIN)
+        if TAIL > 0:
+            _store_partial(db_ptr, tail_dbias, program, tail_cols, hidden, MASKED)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_wide_means_kernel(
+    dy_ptr,  # [rows, hidden], row stride dy_stride
+    x_ptr,  # [rows, hidden], row stride x_stride
+    w_ptr,  # [hidden] or None
+    mean_ptr,  # [rows] fp32, None for RMSNorm
+    rstd_ptr,  # [rows] fp32
+    mean_g_ptr,  # [rows] fp32, None for RMSNorm
+    mean_gx_ptr,  # [rows] fp32
+    rows,
+    hidden,
+    dy_stride,
+    x_stride,
+    weight_offset,
+    CENTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """mean(g) and mean(g·x̂) of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    rstd = tl.load(rstd_ptr + row)
+    sum_g = tl.zeros([BLOCK], tl.float32)
+    sum_gx = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
+        cols = start + lane
+        inside = cols < hidden
+        xhat = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if w_ptr is not None:
+            g *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + weight_offset
+        else:
+            g *= 1.0 + weight_offset
+        if CENTER:
+            xhat -= tl.load(mean_ptr + row)
+            sum_g += g
+        sum_gx += g * xhat * rstd
+    if CENTER:
+        tl.store(mean_g_ptr + row, tl.sum(sum_g, axis=0) / hidden)
+    tl.store(mean_gx_ptr + row, tl.sum(sum_gx, axis=0) / hidden)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_bwd_wide_kernel(
+    dy_ptr,  # [rows, hidden], row stride dy_stride
+    x_ptr,  # [rows, hidden], row stride x_stride
+    w_ptr,  # [hidden] or None
+    mean_ptr,  # [rows] fp32, None for RMSNorm
+    rstd_ptr,  # [rows] fp32
+    mean_g_ptr,  # [rows] fp32, None for RMSNorm
+    mean_gx_ptr,  # [rows] fp32, None where dx is not wanted
+    dx_ptr,  # [rows, hidden] or None
+    dw_ptr,  # [grid axis 1, hidden] fp32 or None
+    db_ptr,  # [grid axis 1, hidden] fp32 or None
+    rows,
+    hidden,
+    dy_stride,
+    x_stride,
+    weight_offset,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A column tile over every grid-axis-1-th group of rows: with the row means known nothing is left to exchange."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(1).to(tl.int64)
+    weight = _load_weight(w_ptr, cols, hidden, weight_offset, True)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    for group in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
+        row = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        live = row < rows
+        mask = _row_mask(live, cols, hidden, True)
+        xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
+        dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
+        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+        if CENTER:
+            xhat -= tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
+        xhat *= rstd
+        dweight += tl.sum(dy * xhat, axis=0)
+        dbias += tl.sum(dy, axis=0)
+        if dx_ptr is not None:
+            dx = dy * weight - xhat * tl.load(mean_gx_ptr + row, mask=live, other=0.0)[:, None]
+            if CENTER:
+                dx -= tl.load(mean_g_ptr + row, mask=live, other=0.0)[:, None]
+            dx *= rstd
+            tl.store(dx_ptr + row[:, None] * hidden + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        _store_partial(dw_ptr, dweight, program, cols, hidden, True)
+    if db_ptr is not None:
+        _store_partial(db_ptr, dbias, program, cols, hidden, True)
+
+
+@triton.jit
+def _sum_column_tile(partial_ptr, out_ptr, programs, cols, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([PARTS, BLOCK], tl.float32)
+    for start in range(0, programs, PARTS):
+        part = start + tl.arange(0, PARTS)
+        mask = (part < programs)[:, None] & (cols < hidden)[None, :]
+        total += tl.load(partial_ptr + part.to(tl.int64)[:, None] * hidden + cols[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < hidden)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_partials_kernel(
+    dw_partial_ptr,  # [programs, hidden] fp32 or None
+    db_partial_ptr,  # [programs, hidden] fp32 or None
+    dweight_ptr,  # [hidden] or None
+    dbias_ptr,  # [hidden] or None
+    programs,
+    hidden,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finish both parameter gradients in one launch; grid axis 1 picks which."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        if dweight_ptr is not None:
+            _sum_column_tile(dw_partial_ptr, dweight_ptr, programs, cols, hidden, PARTS, BLOCK)
+    else:
+        if dbias_ptr is not None:
+            _sum_column_tile(db_partial_ptr, dbias_ptr, programs, cols, hidden, PARTS, BLOCK)
