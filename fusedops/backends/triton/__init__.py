@@ -3,6 +3,8 @@
 Importing this package does not import Triton: the kernels are loaded when one of its functions is first asked for.
 """
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import os
@@ -10,7 +12,14 @@ from typing import Any
 
 import torch
 
+from ...dispatch import Limits
+
 NAME = "triton"
+
+# fp64 is left to plain torch: the kernels' arithmetic is fp32. A row's columns are counted in 32 bits.
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_NORM = Limits(_FLOATS, max_hidden=2**20, min_capability=(7, 5))
+LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM}
 
 _HOMES = {
     "layer_norm_fwd": "norm",

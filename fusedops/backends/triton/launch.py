@@ -1,5 +1,7 @@
 """Launching Triton kernels: device guard, options that must not drift between Triton versions, device limits."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable
@@ -28,7 +30,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub
+    return DeviceLimits(properties.multi_processor_count, shared_bytes)
 
 
 def launch(

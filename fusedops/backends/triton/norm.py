@@ -7,6 +7,8 @@ Numerics: fp32 throughout, one rounding to the output's dtype; two-pass variance
 than one program); deterministic.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedops.backends.triton import norm_kernels as kernels
-from fusedops.backends.triton.launch import Launch, device_limits, launch, launch_traced
+from . import norm_kernels as kernels
+from .launch import Launch, device_limits, launch, launch_traced
 
 
 class RowConfig(NamedTuple):
@@ -60,6 +62,16 @@ BACKWARD_WIDE = RowConfig(512, rows=8, warps=4, stages=2, per_sm=8)
 SUM_PARTIALS = RowConfig(32, rows=64, warps=4)
 
 
+class _Rows(NamedTuple):
+    """What every backward kernel takes first, in its order."""
+
+    dy: Tensor
+    x: Tensor
+    weight: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
 class RowTiles(NamedTuple):
     """A row as one or two power-of-two tiles; `masked` when the last of them overruns the row."""
 
@@ -70,9 +82,7 @@ class RowTiles(NamedTuple):
 
 @functools.cache
 def row_tiles(hidden: int, split: bool) -> RowTiles:
-    """Cover `hidden` columns with one tile or, where `split` allows and lanes are saved, its largest power of two
-    and a smaller tile.
-    """
+    """Cover `hidden` columns with one tile, or with two where `split` allows and that saves lanes."""
     padded = triton.next_power_of_2(hidden)
     main = padded // 2
     tail = max(triton.next_power_of_2(hidden - main), 16)
@@ -139,7 +149,8 @@ def layer_norm_bwd(
     """
     if torch.compiler.is_compiling():
         grads = _traced_ops().layer_norm_bwd(dy, x, weight, mean, rstd, list(need), bias_dtype)
-        return tuple(grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+        dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+        return dx, dweight, dbias
     return _norm_bwd(launch, dy, x, weight, mean, rstd, 0.0, need, bias_dtype)
 
 
@@ -181,7 +192,8 @@ def rms_norm_bwd(
     """
     if torch.compiler.is_compiling():
         grads = _traced_ops().rms_norm_bwd(dy, x, weight, rstd, weight_offset, list(need))
-        return tuple(grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+        dx, dweight = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+        return dx, dweight
     dx, dweight, _ = _norm_bwd(launch, dy, x, weight, None, rstd, weight_offset, (*need, False), None)
     return dx, dweight
 
@@ -217,7 +229,7 @@ def _norm_fwd(
     weight_offset: float,
 ) -> None:
     rows, hidden = x.shape
-    if rows == 0 or hidden == 0:
+    if not x.numel():
         return
     args = (x, weight, bias, y, mean, rstd, rows, hidden, x.stride(0), eps, weight_offset)
     config = row_config(FORWARD, hidden)
@@ -250,10 +262,11 @@ def _norm_bwd(
     if weight is None:
         weight_offset = 0.0
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
-    dweight = torch.empty(hidden, dtype=weight.dtype, device=x.device) if need_dweight else None
-    dbias = torch.empty(hidden, dtype=bias_dtype, device=x.device) if need_dbias else None
-    if rows == 0 or hidden == 0:
-        return tuple(grad.zero_() if grad is not None else None for grad in (dx, dweight, dbias))
+    make = torch.empty if x.numel() else torch.zeros
+    dweight = make(hidden, dtype=weight.dtype, device=x.device) if need_dweight and weight is not None else None
+    dbias = make(hidden, dtype=bias_dtype, device=x.device) if need_dbias else None
+    if not x.numel():
+        return dx, dweight, dbias
 
     config = row_config(BACKWARD if mean is not None else BACKWARD_RMS, hidden)
     programs = _bwd_programs(config, rows, hidden, x.device)
@@ -261,7 +274,7 @@ def _norm_bwd(
         torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if wanted else None
         for wanted in (need_dweight, need_dbias)
     )
-    tensors = (dy, x, weight, mean, rstd)
+    tensors = _Rows(dy, x, weight, mean, rstd)
     outputs = (dx, dw_partial, db_partial)
     sizes = (rows, hidden, dy.stride(0), x.stride(0), weight_offset)
     if config is not None:
@@ -289,7 +302,7 @@ def _bwd_programs(config: RowConfig | None, rows: int, hidden: int, device: torc
 def _bwd_in_registers(
     run: Launch,
     config: RowConfig,
-    tensors: tuple[Tensor | None, ...],
+    tensors: _Rows,
     outputs: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...],
     programs: int,
@@ -304,7 +317,7 @@ def _bwd_in_registers(
 
 def _bwd_in_blocks(
     run: Launch,
-    tensors: tuple[Tensor | None, ...],
+    tensors: _Rows,
     outputs: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...],
     programs: int,

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Triton kernels of LayerNorm and RMSNorm. Launches and their configurations are in `norm.py`.
 
     x̂ = (x - mean) · rstd     y = x̂ · (weight + weight_offset) + bias
