@@ -298,7 +298,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rows(tensor: Tensor, hidden: int) -> Tensor:
     """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
-    flat = tensor.reshape(-1, hidden) if tensor.numel() else tensor.new_empty(0, hidden)
+    flat = tensor.reshape(tensor.numel() // max(hidden, 1), hidden)
     return flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
