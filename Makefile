@@ -1,6 +1,7 @@
 # make train   set up everything on a bare machine, then run the main job
 # make test    set up everything, then run the tests
-# make build   set up everything      make lint   check style and types      make clean   remove what was made here
+# make build   set up everything      make lint, make format   check or set style (lint: types too)
+# make clean   remove what was made here
 #
 # PYTHON, VENV, TORCH, EXTRAS, ARGS (of `fusedops train`), PYTEST_ARGS can be given: make train ARGS="--steps 50".
 # A torch >= 2.11 that PYTHON already has is used as it is; else one is installed into VENV.
@@ -14,6 +15,7 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 # A build with other settings is another build.
 BUILT := $(VENV)/built-$(or $(FUSEDOPS_CUDA),auto)-$(or $(FUSEDOPS_NATIVE),1)-$(or $(FUSEDOPS_WERROR),0)
 
@@ -23,7 +25,7 @@ CPU_TORCH := torch==2.13.0
 CPU_TRITON := triton==3.7.1
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: build train test lint clean
+.PHONY: build train test lint format clean
 
 build: $(BUILT)
 
@@ -39,7 +41,12 @@ lint: $(VENV)/lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
+
+format: $(VENV)/lint
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fusedops/_build_info.py fusedops/*.so .pytest_cache .mypy_cache .ruff_cache
@@ -61,6 +68,7 @@ $(VENV)/torch:
 $(BUILT): $(VENV)/torch $(SOURCES)
 	@echo "Building fusedops"
 	@$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(PY) -m fusedops.cli report
 	@rm -f $(VENV)/built-* && touch $@
 
 $(VENV)/lint: $(VENV)/torch

@@ -123,8 +123,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
             module = importlib.import_module("fusedops._C")
         except (ImportError, OSError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            versions = f"built for torch {stamp['torch']}, do not load into torch {torch.__version__}"
-            problem = f"the native kernels, {versions} ({first})"
+            problem = f"the native kernels do not load (built for torch {stamp['torch']}): {first}"
         else:
             sources = Path(__file__).resolve().parents[1] / "csrc"
             if sources.is_dir() and csrc_hash(sources) != stamp["csrc"]:
