@@ -13,12 +13,14 @@ from .cli.report import report
 from .dispatch import explain, use_backend
 from .errors import FallbackWarning, UnsupportedError
 from .ops import layer_norm, rms_norm
+from .optim.clip import clip_grad_norm_
 
 __all__ = [
     "FallbackWarning",
     "UnsupportedError",
     "amp",
     "backends",
+    "clip_grad_norm_",
     "explain",
     "layer_norm",
     "nn",

@@ -1,13 +1,192 @@
-"""The Adam engine in plain PyTorch."""
+"""Adam, AdamW and the gradient norm in plain torch, one tensor at a time.
+
+Runs wherever torch runs, never reads a value back to the host and is written to be read: the other backends are
+compared with it. Arithmetic is fp32 (fp64 for fp64 parameters), bias corrections are fp64, and every tensor is rounded
+once, when it is written.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-
-def adam_plan(*args: Any) -> Any:
-    """Return a plan."""
-    raise NotImplementedError
+import torch
+from torch import Tensor
 
 
-grad_norm = grad_scale_ = adam_plan
+class ReferenceAdamPlan:
+    """One Adam step for the tensors of one device.
+
+    Args:
+        params: parameters: fp16 | bf16 | fp32 | fp64.
+        exp_avg: first moments, shaped like the parameters.
+        exp_avg_sq: second moments.
+        max_exp_avg_sq: running maxima for amsgrad; empty, or None where a group has none.
+        master: fp32 master weights, or None where the parameter is its own master.
+        step: 0-dim fp32 counters on the parameters' device.
+        group: index of each parameter's group into the per-group lists of ``step``.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        exp_avg: list[Tensor],
+        exp_avg_sq: list[Tensor],
+        max_exp_avg_sq: list[Tensor | None],
+        master: list[Tensor | None],
+        step: list[Tensor],
+        group: list[int],
+    ) -> None:
+        self._params = params
+        self._tensors = list(
+            zip(exp_avg, exp_avg_sq, max_exp_avg_sq or [None] * len(params), master, step, strict=True)
+        )
+        self._group = group
+
+    def step(
+        self,
+        grads: list[Tensor | None],
+        lr: Sequence[float | Tensor],
+        beta1: Sequence[float],
+        beta2: Sequence[float],
+        eps: Sequence[float],
+        weight_decay: Sequence[float],
+        decoupled: Sequence[bool],
+        amsgrad: Sequence[bool],
+        maximize: Sequence[bool],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        grad_norm: Tensor | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            grads: gradients as autograd left them, None where there is none; never written.
+            lr: learning rate per group, as are the lists after it.
+            beta1: decay of the first moment.
+            beta2: decay of the second moment.
+            eps: added to the denominator.
+            weight_decay: decay of the weights.
+            decoupled: AdamW's decay instead of Adam's L2 term.
+            amsgrad: divide by the running maximum of the second moment.
+            maximize: step along the gradient.
+            grad_scale: gradients are divided by it.
+            found_inf: where non-zero, nothing changes, the counters included.
+            grad_norm: norm of the unscaled gradients.
+            max_grad_norm: gradients are scaled down so that their norm is at most this.
+
+        Raises:
+            ValueError: a gradient that does not fit its parameter; nothing has been written then.
+        """
+        for number, (p, grad) in enumerate(zip(self._params, grads, strict=True)):
+            if grad is not None:
+                _check_gradient(number, p, grad)
+        write = None if found_inf is None else found_inf.reshape(()) == 0
+        clip = None if grad_norm is None or max_grad_norm is None else clip_coefficient(grad_norm, max_grad_norm)
+        for p, grad, tensors, i in zip(self._params, grads, self._tensors, self._group, strict=True):
+            if grad is None:
+                continue
+            exp_avg, exp_avg_sq, max_exp_avg_sq, master, step = map(_local, tensors)
+            p = _local(p)
+            dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+            g = _local(grad).to(dtype)
+            if grad_scale is not None:
+                g = g / grad_scale.reshape(()).to(dtype)
+            if clip is not None:
+                g = g * clip.to(dtype)
+            if maximize[i]:
+                g = -g
+            value = (p if master is None else master).to(dtype)
+
+            t = step.to(_scalar_dtype(p.device)) + 1
+            rate = torch.as_tensor(lr[i], dtype=t.dtype, device=p.device).reshape(())
+            step_size = (rate / (1 - beta1[i] ** t)).to(dtype)
+            correction = (1 - beta2[i] ** t).sqrt().to(dtype)
+            if weight_decay[i] and decoupled[i]:
+                value = value * (1 - rate * weight_decay[i]).to(dtype)
+            elif weight_decay[i]:
+                g = g.add(value, alpha=weight_decay[i])
+            m = torch.lerp(exp_avg.to(dtype), g, 1 - beta1[i])
+            v = (exp_avg_sq.to(dtype) * beta2[i]).addcmul(g, g, value=1 - beta2[i])
+            peak = v
+            if amsgrad[i]:
+                peak = torch.maximum(max_exp_avg_sq.to(dtype), v)
+                _write(max_exp_avg_sq, peak, write)
+            value = value + -step_size * m / (peak.sqrt() / correction + eps[i])
+
+            _write(exp_avg, m, write)
+            _write(exp_avg_sq, v, write)
+            if master is not None:
+                _write(master, value, write)
+            _write(p, value, write)
+            _write(step, step + 1, write)
+
+
+def grad_norm(grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """Return the 2-norm of all gradients of one device, divided by ``grad_scale``.
+
+    Args:
+        grads: fp16 | bf16 | fp32 | fp64, of any shapes.
+        grad_scale: 1-element fp32, or None.
+        found_inf: 1-element fp32; set to 1 where any gradient holds an inf or NaN, else left alone.
+
+    Returns:
+        1-element fp32 (fp64 when any gradient is).
+    """
+    if not grads:
+        raise ValueError("grad_norm: grads: expected at least one tensor, got none")
+    dtype = _scalar_dtype(grads[0].device)
+    norms = torch.stack([_full(torch.linalg.vector_norm(g, dtype=dtype)) for g in grads])
+    if found_inf is not None:
+        largest = torch.stack(
+            [_full(torch.linalg.vector_norm(g, float("inf")).to(dtype)) for g in grads if g.numel()] or [norms[0]]
+        )
+        found_inf.masked_fill_(~largest.isfinite().all(), 1.0)
+    norm = torch.linalg.vector_norm(norms)
+    if grad_scale is not None:
+        norm = norm / grad_scale.reshape(())
+    return norm.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32).reshape(1)
+
+
+def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply every gradient of one device by ``coef`` (1 element), in place."""
+    for g in grads:
+        g.mul_(coef.reshape(()))
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))`` (0-dim): what brings gradients of that norm down to ``max_norm``."""
+    return (max_norm / (norm.reshape(()) + 1e-6)).clamp(max=1.0)
+
+
+def _check_gradient(number: int, p: Tensor, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise ValueError(f"step: gradient of parameter {number}: expected a dense tensor, got layout {grad.layout}")
+    if grad.shape != p.shape or grad.device != p.device or not grad.is_floating_point():
+        raise ValueError(
+            f"step: gradient of parameter {number}: expected shape {tuple(p.shape)} on {p.device}, floating point, "
+            f"got shape {tuple(grad.shape)} on {grad.device}, {grad.dtype}"
+        )
+
+
+def _write(target: Tensor, value: Tensor, write: Tensor | None) -> None:
+    """Round ``value`` into ``target``; where ``write`` (0-dim bool) is False, leave ``target`` as it is."""
+    target.copy_(value if write is None else torch.where(write, value.to(target.dtype), target))
+
+
+def _scalar_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no fp64
+
+
+def _local(t: Any) -> Any:
+    """Return this rank's shard of a DTensor, sharing its memory; other tensors as they are."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _full(t: Any) -> Any:
+    """Return the reduced value of a DTensor; other tensors as they are."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+adam_plan = ReferenceAdamPlan

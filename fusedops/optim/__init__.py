@@ -1,9 +1,6 @@
-"""Optimizers."""
-from __future__ import annotations
+"""Optimizers that update all parameters of a device in one launch, with torch's names, numbers and state dicts."""
 
-from typing import Any
+from .adam import Adam, AdamW
+from .calls import describe
 
-
-def describe(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Describe an optimizer call."""
-    raise NotImplementedError
+__all__ = ["Adam", "AdamW", "describe"]

@@ -1,0 +1,203 @@
+r"""Adam and AdamW: m ← lerp(m, g, 1-β1), v ← β2·v + (1-β2)·g², p ← p - lr/(1-β1ᵗ) · m / (√v/√(1-β2ᵗ) + eps).
+
+Source: Kingma and Ba, arXiv:1412.6980; amsgrad: Reddi et al., arXiv:1904.09237; decoupled weight decay: Loshchilov and
+Hutter, arXiv:1711.05101. The order of operations is that of torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..registry import OptimSpec, register
+from .base import Bucket, FusedOptimizer
+
+
+class Adam(FusedOptimizer):
+    """Adam (L2 weight decay): torch.optim.Adam in one launch a device.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs or group dicts; fp16 | bf16 | fp32 | fp64.
+        lr: learning rate; a 1-element tensor is read on its device, so it may change between replays of a CUDA graph.
+        betas: decay of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: times the weight, added to the gradient.
+        amsgrad: divide by the running maximum of the second moment.
+        maximize: step along the gradient.
+        foreach: accepted for torch's sake, changes nothing.
+        capturable: accepted; every step may be captured in a CUDA graph.
+        differentiable: must be False.
+        fused: False turns the gradient scaler's fused protocol off, as in torch; else changes nothing.
+        master_weights: keep fp32 weights behind 16-bit parameters (4 bytes a parameter), which are their rounding.
+        bf16_stochastic_round: not built yet.
+        kahan_sum: not built yet.
+        state_dtype: dtype of the moments: fp32 | bf16 | fp16; None: the parameter's.
+        max_grad_norm: clip the norm of all (unscaled) gradients to it within the step; they are not written.
+        seed: of stochastic rounding.
+        backend: ``"native"``, ``"triton"``, ``"apex"`` or ``"reference"``; None: the dispatch table's choice.
+
+    Raises:
+        ValueError: a parameter or option that Adam can't work with.
+        UnsupportedError: an option that is not built, or a backend that can't serve it.
+
+    A group may set every option of its own but the last three. State is made with a parameter's first gradient.
+
+    *Numerics*: fp32 arithmetic (fp64 for fp64 parameters), bias corrections in fp64; weights, masters and moments are
+    rounded once, when written. Deterministic. torch's ``foreach`` rounds 16-bit tensors after every operation instead.
+    """
+
+    op = "adam"
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        bf16_stochastic_round: bool = False,
+        kahan_sum: bool = False,
+        state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        for name, value in (("bf16_stochastic_round", bf16_stochastic_round), ("kahan_sum", kahan_sum)):
+            if value:
+                raise UnsupportedError(
+                    f"{type(self).__name__}: {name}: not built yet; master_weights=True keeps small updates"
+                )
+        if not isinstance(seed, int):
+            raise ValueError(f"{type(self).__name__}: seed: expected an int, got {seed!r}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": self._decoupled,
+            "master_weights": master_weights,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return torch's keys of the moments."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def make_plan(self, bucket: Bucket) -> Any:
+        """Return the backend's AdamPlan."""
+        largest = bucket.column("max_exp_avg_sq")
+        plan: Any = bucket.backend.adam_plan(
+            bucket.params,
+            bucket.column("exp_avg"),
+            bucket.column("exp_avg_sq"),
+            [] if all(t is None for t in largest) else largest,
+            bucket.column("master"),
+            bucket.column("step"),
+            bucket.group,
+        )
+        return plan
+
+    def arguments(self) -> tuple[list[Any], ...]:
+        """Return the lists of AdamPlan.step, one element a group."""
+        groups = self.param_groups
+        return (
+            [g["lr"] for g in groups],
+            [g["betas"][0] for g in groups],
+            [g["betas"][1] for g in groups],
+            [g["eps"] for g in groups],
+            [g["weight_decay"] for g in groups],
+            [g["decoupled_weight_decay"] for g in groups],
+            [g["amsgrad"] for g in groups],
+            [g["maximize"] for g in groups],
+        )
+
+
+class AdamW(Adam):
+    """AdamW (decoupled weight decay): torch.optim.AdamW in one launch a device.
+
+    Arguments and numerics are those of ``Adam``; the weight is multiplied by ``1 - lr * weight_decay`` before the step.
+    """
+
+    op = "adamw"
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        bf16_stochastic_round: bool = False,
+        kahan_sum: bool = False,
+        state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            master_weights=master_weights,
+            bf16_stochastic_round=bf16_stochastic_round,
+            kahan_sum=kahan_sum,
+            state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            backend=backend,
+        )
+
+
+def _bytes_per_parameter(dtype: torch.dtype, state_dtype: torch.dtype, master: bool) -> int:
+    """Return gradient read, both moments read and written, weight (or master) read, weight and master written."""
+    weights = dtype.itemsize + 2 * 4 if master else 2 * dtype.itemsize
+    return dtype.itemsize + 4 * state_dtype.itemsize + weights
+
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weight_decay": 0.1},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"betas": (0.8, 0.95), "eps": 1e-6},
+)
+
+for _name, _ours, _torchs in (("adam", Adam, torch.optim.Adam), ("adamw", AdamW, torch.optim.AdamW)):
+    register(OptimSpec(_name, _ours, _torchs, _OPTIONS, _bytes_per_parameter))

@@ -1,0 +1,363 @@
+"""What every optimizer of ours shares: groups, lazily made state, one plan a device, the gradient scaler's protocol.
+
+A *plan* is a backend's prepared step for the tensors of one device. It is kept across steps and made anew when
+parameters, state objects or the groups' structure change; what may change between steps (gradients, learning rates,
+decays) is passed to ``plan.step`` each time. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..config import CONFIG
+from ..dispatch import forced_backend, select
+from . import checks, states
+from .calls import adam_call, describe
+
+_grad_of = attrgetter("grad")
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The parameters of one device that one plan updates, in group order.
+
+    Attributes:
+        device: where all tensors of the bucket are.
+        backend: module of the backend that serves it.
+        params: parameters that have state.
+        group: index of each one's group.
+        states: state of each one, by torch's keys.
+        plan: the backend's prepared step.
+        grads: gradients of the current step; empty between steps.
+    """
+
+    device: torch.device
+    backend: Any = None
+    params: list[Tensor] = field(default_factory=list)
+    group: list[int] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    plan: Any = None
+    grads: list[Tensor | None] = field(default_factory=list)
+
+    def column(self, key: str) -> list[Tensor | None]:
+        """Return one state tensor of every parameter, None where a parameter has none."""
+        return [state.get(key) for state in self.states]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the plans were built from, to tell by identity when they no longer fit.
+
+    Attributes:
+        params: every parameter, in group order.
+        states: values of ``state``, in its order.
+        planned: state of every parameter that a plan updates.
+        values: every tensor in ``planned``.
+        structure: see ``FusedOptimizer._structure``.
+        waiting: parameters that never had a gradient, hence no state.
+    """
+
+    params: list[Tensor]
+    states: list[Any]
+    planned: list[dict[str, Any]]
+    values: list[Any]
+    structure: list[Any]
+    waiting: list[Tensor]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers: one launch updates all groups and dtypes of a device.
+
+    A subclass names itself to dispatch (``op``), its per-element state (``moments``), builds a backend's plan
+    (``make_plan``) and lists the per-group numbers of a step (``arguments``).
+
+    Attributes:
+        max_grad_norm: the gradients' norm is clipped to it within the step, or None.
+        grad_norm: 0-dim norm of the last step's unscaled gradients, on the first parameter's device; None until a step
+            had a reason to measure it.
+    """
+
+    op: ClassVar[str]
+
+    _buckets: list[Bucket] | None
+    _seen: _Seen
+    grad_norm: Tensor | None
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, max_grad_norm: float | None, backend: str | None
+    ) -> None:
+        owner = type(self).__name__
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {max_grad_norm!r}")
+        checks.check_group(owner, {**defaults, "params": ()})
+        self.max_grad_norm = max_grad_norm
+        self.backend = backend
+        self._warned_lost_updates = False
+        super().__init__(params, defaults)
+        self._reset()
+
+    # ---- what a subclass provides ----
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the keys of the group's per-element state tensors, which start at zero."""
+        raise NotImplementedError
+
+    def make_plan(self, bucket: Bucket) -> Any:
+        """Return the backend's plan for a bucket."""
+        raise NotImplementedError
+
+    def arguments(self) -> tuple[list[Any], ...]:
+        """Return the per-group lists that ``plan.step`` takes after the gradients; first the learning rates."""
+        raise NotImplementedError
+
+    # ---- torch.optim.Optimizer ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; see ``torch.optim.Optimizer.add_param_group``.
+
+        The caller's dict is left as it is.
+
+        Raises:
+            ValueError: a parameter or option that the optimizer can't work with; nothing has been added then.
+        """
+        owner = type(self).__name__
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            params = param_group["params"]
+            if not isinstance(params, set):  # torch's own TypeError says why
+                param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+                filled = {**self.defaults, **param_group}
+                checks.check_group(owner, filled)
+                if self.backend is not None and param_group["params"]:
+                    select(describe(self.op, [filled]), self.backend)  # an explicit choice is refused here, not in step
+        super().add_param_group(param_group)
+        self._buckets = None
+        if not self._warned_lost_updates:
+            self._warned_lost_updates = checks.warn_lost_updates(owner, self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            ValueError: a gradient that does not fit its parameter; nothing has been written then.
+            UnsupportedError: a backend was chosen that can't serve these parameters, with every reason.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; fp32 masters are under ``master``, ``capturable`` is always saved as False.
+
+        A state dict of ours loads into torch.optim, which casts the state of 16-bit parameters to their dtype.
+        """
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["capturable"] = False  # else torch would demand a capturing run of whoever loads it
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of ours or of the torch optimizer of the same name.
+
+        Every tensor is copied and keeps its saved dtype; ``state_dtype``, where given, decides instead. Masters are
+        taken from the dict, else made from the parameters.
+
+        Raises:
+            ValueError: groups, shapes or the kind of weight decay differ; nothing has been loaded then.
+        """
+        states.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for key in ("max_grad_norm", "backend"):
+            self.__dict__.setdefault(key, None)
+        self._warned_lost_updates = True
+        self._reset()
+
+    # ---- gradient scaler ----
+
+    def step_scaled(self, grad_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Step on gradients that are ``grad_scale`` times too large, looking for inf and NaN in the same read.
+
+        Args:
+            grad_scale: 1-element fp32.
+            found_inf: 1-element fp32 zero; becomes 1 where a gradient holds an inf or NaN, and then nothing changes.
+            *args: passed to ``step``.
+            **kwargs: passed to ``step``.
+
+        Returns:
+            What ``step`` returned.
+        """
+        given = getattr(self, "grad_scale", None)
+        self.grad_scale = grad_scale if given is None else grad_scale * given  # a user's own scale counts, as in torch
+        self.found_inf, self._fill_found_inf = found_inf, True
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            del self.grad_scale, self.found_inf
+            self._fill_found_inf = False
+
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step changed nothing because a gradient held an inf or NaN: 0-dim bool, on the device."""
+        found = self._last_found_inf
+        return torch.zeros((), dtype=torch.bool) if found is None else found.reshape(()) != 0
+
+    # ---- the step ----
+
+    def _reset(self) -> None:
+        self._buckets = None
+        self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
+        self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
+        self.grad_norm = None
+        self._last_found_inf: Tensor | None = None
+
+    @torch.compiler.disable
+    def _update(self) -> None:
+        buckets = self._buckets
+        if buckets is None or not self._plans_hold():
+            buckets = self._prepare()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if not isinstance(found_inf, Tensor):
+            found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
+        for bucket in buckets:
+            bucket.grads = [*map(_grad_of, bucket.params)]
+        norm = None
+        if self.max_grad_norm is not None or self._fill_found_inf:
+            norm = self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
+        if self.max_grad_norm is None:
+            norm = None
+        limit = None if norm is None else self.max_grad_norm
+        rates, *options = self.arguments()
+        for bucket in buckets:
+            device, grads = bucket.device, bucket.grads
+            bucket.grads = []
+            here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
+            bucket.plan.step(grads, [_rate(lr, device) for lr in rates], *options, *here, limit)
+        self._last_found_inf = found_inf
+
+    def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
+        """Return the norm of all unscaled gradients, set ``found_inf`` where one is not finite; one read of each."""
+        norms = []
+        for bucket in buckets:
+            grads = [g for g in bucket.grads if g is not None]
+            if not grads:
+                continue
+            found = found_inf
+            if found_inf is not None and found_inf.device != bucket.device:
+                found = torch.zeros_like(found_inf, device=bucket.device)
+            norms.append(bucket.backend.grad_norm(grads, _to(grad_scale, bucket.device), found))
+            if found is not None and found_inf is not None and found is not found_inf:
+                torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
+        return combine_norms(norms) if norms else None
+
+    def _plans_hold(self) -> bool:
+        """Tell whether the plans still describe the parameters, the state objects and the groups' structure."""
+        seen = self._seen
+        return (
+            _same(seen.params, chain.from_iterable([g["params"] for g in self.param_groups]))
+            and _same(seen.states, self.state.values())
+            and _same(seen.values, chain.from_iterable(map(dict.values, seen.planned)))
+            and seen.structure == self._structure()
+            and not any(p.grad is not None for p in seen.waiting)
+        )
+
+    def _structure(self) -> list[Any]:
+        return [forced_backend(self.op, self.backend)] + [
+            (g["amsgrad"], g["master_weights"], g["state_dtype"]) for g in self.param_groups
+        ]
+
+    def _prepare(self) -> list[Bucket]:
+        """Make missing state, mend state that others replaced, and build one plan a device."""
+        owner = type(self).__name__
+        waiting = []
+        buckets: dict[Any, Bucket] = {}
+        for i, group in enumerate(self.param_groups):
+            checks.check_group(f"{owner}: group {i}", group)
+            moments = self.moments(group)
+            for p in group["params"]:
+                state = self.state.get(p)
+                if not state:
+                    if p.grad is None:
+                        waiting.append(p)
+                        continue
+                    checks.check_gradient(owner, p)
+                    state = self.state[p] = {}
+                states.complete(state, p, group, moments)
+                bucket = buckets.setdefault((p.device, checks.is_plain(p)), Bucket(p.device))
+                bucket.params.append(p)
+                bucket.group.append(i)
+                bucket.states.append(state)
+        for (_, plain), bucket in buckets.items():
+            bucket.backend = self._choose_backend(bucket, plain)
+            bucket.plan = self.make_plan(bucket)
+        planned = [state for bucket in buckets.values() for state in bucket.states]
+        self._seen = _Seen(
+            params=[p for group in self.param_groups for p in group["params"]],
+            states=[*self.state.values()],
+            planned=planned,
+            values=[value for state in planned for value in state.values()],
+            structure=self._structure(),
+            waiting=waiting,
+        )
+        self._buckets = [*buckets.values()]
+        return self._buckets
+
+    def _choose_backend(self, bucket: Bucket, plain: bool) -> ModuleType:
+        if CONFIG.disabled or not plain:
+            return backends.get("reference")
+        amsgrad = any(self.param_groups[i]["amsgrad"] for i in bucket.group)
+        stored = [
+            (p, state["exp_avg"].dtype, "master" in state)
+            for p, state in zip(bucket.params, bucket.states, strict=True)
+        ]
+        return backends.get(select(adam_call(self.op, stored, amsgrad), self.backend).backend)
+
+
+def combine_norms(norms: Sequence[Tensor]) -> Tensor:
+    """Return the 0-dim norm of what the given norms (1 element each, any devices) are of, on the first one's device."""
+    if len(norms) == 1:
+        return norms[0].reshape(())
+    device = norms[0].device
+    dtype = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.cat([n.to(device, dtype, non_blocking=True).reshape(1) for n in norms]))
+
+
+def _same(seen: list[Any], now: Iterable[Any]) -> bool:
+    """Tell whether ``now`` yields the very objects of ``seen``."""
+    now = [*now]
+    return len(now) == len(seen) and all(map(is_, now, seen))
+
+
+def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
+    return t if t is None or t.device == device else t.to(device, non_blocking=True)
+
+
+def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return a learning rate that a plan on ``device`` can read: a number, or a tensor there or on the CPU."""
+    if not isinstance(lr, Tensor):
+        return float(lr)
+    return lr if lr.device.type == "cpu" or lr.device == device else lr.to(device, non_blocking=True)

@@ -1,0 +1,76 @@
+"""An optimizer step as dispatch sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Call
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def adam_call(op: str, stored: Iterable[tuple[Tensor, torch.dtype, bool]], amsgrad: bool) -> Call:
+    """Return the call of an Adam step for the tensors of one device.
+
+    Args:
+        op: ``"adam"`` or ``"adamw"``.
+        stored: each parameter with the dtype of its moments and whether it has a master.
+        amsgrad: whether any group keeps running maxima.
+
+    Returns:
+        A call whose option ``mixes`` lists the distinct (parameter dtype, moment dtype, has master), and whose option
+        ``largest`` is the number of elements of the largest parameter.
+    """
+    stored = list(stored)
+    mixes = sorted({(p.dtype, dtype, master) for p, dtype, master in stored}, key=str)
+    dtypes = [("param", mix[0]) for mix in mixes] + [("state", mix[1]) for mix in mixes]
+    return _call(op, [p for p, *_ in stored], dtypes, amsgrad, tuple(mixes))
+
+
+def gradient_call(grads: Sequence[Tensor]) -> Call:
+    """Return the call of a norm or a scaling of gradients of one device: a step without mixes."""
+    return _call("adamw", grads, [("grad", g.dtype) for g in grads], False, ())
+
+
+def _call(
+    op: str, tensors: Sequence[Tensor], dtypes: Sequence[tuple[str, torch.dtype]], amsgrad: bool, mixes: tuple[Any, ...]
+) -> Call:
+    device = tensors[0].device if tensors else torch.device("cpu")
+    largest = max((t.numel() for t in tensors), default=0)
+    options = (("amsgrad", amsgrad), ("largest", largest), ("mixes", mixes))
+    index = -1 if device.index is None else device.index
+    return Call(op, device.type, index, tuple(dict.fromkeys(dtypes)), options=options)
+
+
+def describe(
+    op: str,
+    params: Iterable[Any],
+    *,
+    amsgrad: bool = False,
+    master_weights: bool = False,
+    state_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Call:
+    """Return the call that an optimizer made with these arguments would put to dispatch.
+
+    Args:
+        op: ``"adam"`` or ``"adamw"``.
+        params: parameters, ``(name, parameter)`` pairs or group dicts, of one device.
+        amsgrad: as the optimizer's.
+        master_weights: as the optimizer's.
+        state_dtype: as the optimizer's.
+        **_: options that no backend's choice depends on.
+    """
+    stored = []
+    for item in params:
+        group: dict[str, Any] = item if isinstance(item, dict) else {"params": [item]}
+        dtype = group.get("state_dtype", state_dtype)
+        for p in [group["params"]] if isinstance(group["params"], Tensor) else group["params"]:
+            p = p[1] if isinstance(p, tuple) else p
+            master = bool(group.get("master_weights", master_weights)) and p.dtype in _NARROW
+            stored.append((p, p.dtype if dtype is None or p.dtype is torch.float64 else dtype, master))
+    return adam_call(op, stored, amsgrad)

@@ -1,0 +1,75 @@
+"""Clipping of the gradients' norm: one pass that reads them, one that scales them where they are too large."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends.reference_adam import clip_coefficient
+from ..config import CONFIG
+from ..dispatch import select
+from .base import combine_norms
+from .calls import gradient_call
+from .checks import is_plain
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``: g ← g · min(1, max_norm / (norm + 1e-6)).
+
+    Args:
+        parameters: a tensor or tensors whose ``grad`` is clipped; any devices and dtypes.
+        max_norm: the most the norm of all gradients together may be.
+        norm_type: 2 in fused passes; any other as torch computes it.
+        error_if_nonfinite: raise where the norm is inf or NaN. Waits for the device; nothing else here does.
+        foreach: accepted for torch's sake; used where torch computes.
+
+    Returns:
+        0-dim norm before clipping, on the first gradient's device: fp32 (fp64 when a gradient is).
+
+    Raises:
+        RuntimeError: ``error_if_nonfinite`` and the norm is inf or NaN; nothing has been scaled then.
+
+    *Numerics*: fp32 partial sums, finished in fp64, deterministic. torch rounds norms of 16-bit gradients to 16 bits.
+    """
+    if isinstance(parameters, Tensor):
+        params = [parameters]
+    else:
+        params = list(parameters)
+        if not params and isinstance(parameters, types.GeneratorType):
+            warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+    grads = [p.grad for p in params if p.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    if norm_type != 2 or CONFIG.disabled or not all(g.layout is torch.strided and is_plain(g) for g in grads):
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for g in grads:
+        by_device.setdefault(g.device, []).append(g)
+    chosen = {device: _backend(gs) for device, gs in by_device.items()}
+    norm = combine_norms([chosen[device].grad_norm(gs, None, None) for device, gs in by_device.items()])
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    coef = clip_coefficient(norm, float(max_norm))
+    for device, gs in by_device.items():
+        chosen[device].grad_scale_(gs, coef.to(device, non_blocking=True))
+    return norm
+
+
+def _backend(grads: list[Tensor]) -> types.ModuleType:
+    """Return what AdamW runs on there: the norm and the scaling belong to the optimizer's backends."""
+    return backends.get(select(gradient_call(grads)).backend)
