@@ -52,9 +52,13 @@ def norm_output_dtype(input: torch.Tensor, out_dtype: torch.dtype | None) -> tor
     ``out_dtype`` if given; else, under autocast of the input's device, the autocast dtype (fp32 under
     ``set_norm_output("fp32")`` and when fusedops is disabled); else the input's dtype. fp64 stays fp64.
     """
+    if not isinstance(input, torch.Tensor):
+        raise ValueError(f"input: expected a tensor, got {type(input).__name__}")
     if out_dtype is not None:
         return out_dtype
     dtype = input.dtype
+    if not torch._C._is_any_autocast_enabled():  # a third of the cost of asking for one device
+        return dtype
     if torch.is_autocast_enabled(input.device.type) and dtype is not torch.float64:
         if _norm_output == "fp32" or CONFIG.disabled:
             return torch.float32

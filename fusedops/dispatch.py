@@ -33,7 +33,6 @@ class Call:
         dtypes: dtype by argument name, absent arguments left out; ``"output"`` is always there.
         hidden: elements worked over together; None while compiling.
         rows: an upper bound of the number of rows (rows are bucketed by powers of two); None while compiling.
-        needs_grad: a backward pass may follow.
         compiling: traced by torch.compile or torch.export.
         options: further facts a backend may refuse, by name.
     """
@@ -44,7 +43,6 @@ class Call:
     dtypes: tuple[tuple[str, torch.dtype], ...]
     hidden: int | None = None
     rows: int | None = None
-    needs_grad: bool = False
     compiling: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -97,10 +95,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of ``select``: a backend's name and what to call."""
+    """The outcome of ``select``: a backend's name, what to call, and whether that checks its arguments itself."""
 
     backend: str
     run: Callable[..., Any]
+    checks_arguments: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def select(call: Call, backend: str | None = None) -> Choice:
         chosen = _from_row(call)
     if "dispatch" in CONFIG.logs:
         logger.info("dispatch: %s -> %s", call, chosen)
-    return Choice(chosen, backends.implementation(chosen, call))
+    return Choice(chosen, *backends.implementation(chosen, call))
 
 
 def _from_row(call: Call) -> str:

@@ -30,15 +30,17 @@ def get(name: str) -> ModuleType:
     return module
 
 
-def implementation(name: str, call: Call) -> Callable[..., Any]:
-    """Return what backend ``name`` runs for a call: its own whole op, or its pair under the op's autograd function."""
+def implementation(name: str, call: Call) -> tuple[Callable[..., Any], bool]:
+    """Return what backend ``name`` runs for a call, and whether that checks its arguments itself.
+
+    That is the backend's own whole op, or its pair under the op's autograd function.
+    """
     module = get(name)
     if hasattr(module, "implementation"):
-        whole: Callable[..., Any] = module.implementation(call)
-        return whole
+        return module.implementation(call), getattr(module, "CHECKS_ARGUMENTS", False)
     from ..registry import OPS
 
-    return OPS[call.op].wrap(module) if call.op in OPS else module.adam_plan
+    return OPS[call.op].wrap(module) if call.op in OPS else module.adam_plan, False
 
 
 def backends(device_type: str | None = None) -> dict[str, str | None]:

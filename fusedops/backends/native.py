@@ -17,6 +17,7 @@ from ..ops._common import FLOATS
 from ..registry import OPS, OPTIMS
 
 NAME = "native"
+CHECKS_ARGUMENTS = True  # in C++, where it costs nothing
 _C: Any = load_native()
 # An op is native when the extension has it; the kernels take every float dtype and any size.
 LIMITS = {op: Limits(FLOATS) for op in (*(op for op in OPS if hasattr(_C, op)), *OPTIMS)}

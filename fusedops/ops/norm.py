@@ -60,12 +60,13 @@ def layer_norm(
     *Source*: Ba, Kiros, Hinton (2016).
     """
     shape = sizes(normalized_shape)
-    _check("layer_norm", input, shape, eps, weight, bias)
-    if out_dtype is not None:
-        check_out_dtype("layer_norm", out_dtype, input)
     dtype = amp.norm_output_dtype(input, out_dtype)
-    run = choose("layer_norm", _describe_layer_norm, input, math.prod(shape), (weight, bias), dtype, backend)
-    result: Tensor = run(input, shape, weight, bias, eps, dtype)
+    if not eps >= 0.0:
+        raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps}")
+    choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
+    if not choice.checks_arguments:
+        _check("layer_norm", input, shape, weight, bias)
+    result: Tensor = choice.run(input, shape, weight, bias, eps, dtype)
     return result
 
 
@@ -103,16 +104,17 @@ def rms_norm(
     *Source*: Zhang, Sennrich (2019).
     """
     shape = sizes(normalized_shape)
+    dtype = amp.norm_output_dtype(input, out_dtype)
+    choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
     if eps is None:
         eps = _default_eps(input.dtype)
-    _check("rms_norm", input, shape, eps, weight, None)
+    elif not eps >= 0.0:
+        raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps}")
     if weight is None and weight_offset:
         raise ValueError(f"rms_norm: weight_offset: expected 0.0 without a weight, got {weight_offset}")
-    if out_dtype is not None:
-        check_out_dtype("rms_norm", out_dtype, input)
-    dtype = amp.norm_output_dtype(input, out_dtype)
-    run = choose("rms_norm", _describe_rms_norm, input, math.prod(shape), (weight,), dtype, backend)
-    result: Tensor = run(input, shape, weight, eps, weight_offset, dtype)
+    if not choice.checks_arguments:
+        _check("rms_norm", input, shape, weight)
+    result: Tensor = choice.run(input, shape, weight, eps, weight_offset, dtype)
     return result
 
 
@@ -155,20 +157,14 @@ def _default_eps(dtype: torch.dtype) -> float:
 # ---------------------------------------------------------------- checks and dispatch
 
 
-def _check(
-    op: str, input: Tensor, shape: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
-) -> None:
+def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None) -> None:
     """Raise ValueError naming the argument, what was expected and what came."""
-    if not isinstance(input, Tensor):
-        raise ValueError(f"{op}: input: expected a tensor, got {type(input).__name__}")
     if input.dtype not in FLOATS:
         raise ValueError(f"{op}: input: expected a dtype of fp32, fp16, bf16 or fp64, got {input.dtype}")
     if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}"
         )
-    if not eps >= 0.0:
-        raise ValueError(f"{op}: eps: expected a number >= 0, got {eps}")
     if weight is not None:
         _check_parameter(op, "weight", weight, input, shape)
     if bias is not None:
@@ -204,16 +200,17 @@ def _describe_rms_norm(
 def _describe(
     op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None], out_dtype: torch.dtype | None
 ) -> Call:
-    given = {name: tensor for name, tensor in parameters.items() if tensor is not None}
+    _check(op, input, shape, *parameters.values())
+    if out_dtype is not None:
+        check_out_dtype(op, out_dtype, input)
     dtypes = (
         ("input", input.dtype),
-        *((name, t.dtype) for name, t in given.items()),
+        *((name, parameter.dtype) for name, parameter in parameters.items() if parameter is not None),
         ("output", amp.norm_output_dtype(input, out_dtype)),
     )
     hidden = math.prod(shape)
     rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *given.values()))
-    return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows, grad)
+    return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows)
 
 
 # ---------------------------------------------------------------- autograd over a backend's pair
