@@ -67,7 +67,8 @@ $(VENV)/torch:
 
 $(BUILT): $(VENV)/torch $(SOURCES)
 	@echo "Building fusedops"
-	@$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	@if [ $(VENV)/installed -nt pyproject.toml ]; then $(PY) setup.py -q build_ext --inplace; \
+	else $(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]' && touch $(VENV)/installed; fi
 	@$(PY) -m fusedops.cli report
 	@rm -f $(VENV)/built-* && touch $@
 

@@ -75,11 +75,13 @@ def import_torch():
 
 def compiler_problem(torch_version: tuple[int, int]) -> tuple[str | None, str | None]:
     """Return (why there is no C++ compiler, why the one there is too old); (None, None) when all is well."""
-    command = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
-    path = shutil.which(command[0]) or shutil.which("g++") or shutil.which("clang++")
-    if path is None:
-        return f"no C++ compiler found ({command[0]}): install g++ (Debian: apt-get install g++)", None
-    macros = subprocess.run([path, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True).stdout
+    command = os.environ.get("CXX", "c++").split()[0]
+    path = shutil.which(command) or ("CXX" not in os.environ and (shutil.which("g++") or shutil.which("clang++")))
+    if not path:
+        return f"no C++ compiler found ({command}): install g++ (Debian: apt-get install g++)", None
+    os.environ.setdefault("CXX", path)  # for linking too: Python may have been built with a compiler that is not here
+    dump = [*os.environ["CXX"].split(), "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(dump, capture_output=True, text=True).stdout
     found = dict(re.findall(r"#define __(clang_major|GNUC)__ (\d+)", macros))
     # torch's own headers need C++17 up to 2.12 and C++20 from 2.13 on.
     least = {"GNUC": 9, "clang_major": 9} if torch_version < (2, 13) else {"GNUC": 11, "clang_major": 14}
@@ -90,18 +92,25 @@ def compiler_problem(torch_version: tuple[int, int]) -> tuple[str | None, str | 
     return None, None
 
 
+def cuda_headers(root: Path) -> Path | None:
+    """Return the folder of a toolkit's headers; conda keeps them under targets/."""
+    folders = (root / "include", *root.glob("targets/*/include"))
+    return next((folder for folder in folders if (folder / "cuda_runtime.h").exists()), None)
+
+
 def find_cuda(torch_cuda: str | None) -> tuple[Path, str] | None:
     """Return (root, version) of the CUDA toolkit to use; among several the one of torch's CUDA major."""
-    explicit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc")
-    roots = [Path(explicit)] if explicit else [Path(nvcc).resolve().parents[1]] if nvcc else []
-    if not explicit:
+    if explicit := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        roots = [Path(explicit)]
+    else:
+        nvcc = shutil.which("nvcc")
+        roots = [Path(nvcc).resolve().parents[1]] if nvcc else []
         roots += [Path(f"/usr/local/cuda-{torch_cuda}")] if torch_cuda else []
         roots += [Path("/usr/local/cuda"), *Path(sysconfig.get_path("purelib"), "nvidia").glob("cu[0-9]*")]
     found = []
     for root in roots:
         # A wrapper script named nvcc may lie outside its toolkit: only a root with headers counts.
-        if (root / "bin" / "nvcc").exists() and (root / "include" / "cuda_runtime.h").exists():
+        if (root / "bin" / "nvcc").exists() and cuda_headers(root):
             text = subprocess.run([root / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
             if release := re.search(r"release (\d+\.\d+)", text):
                 found.append((root, release[1]))
@@ -201,10 +210,11 @@ def extension(torch, info: dict[str, object]) -> Extension:
                 nvcc.append(f"-gencode=arch=compute_{name},code=compute_{name}")
         if os.environ.get("FUSEDOPS_WERROR") == "1":
             nvcc += ["-Werror", "all-warnings", "-Xptxas", "-warn-spills,-warn-lmem-usage"]
-        settings["include_dirs"].append(str(cuda / "include"))
+        include = cuda_headers(cuda)
+        settings["include_dirs"].append(str(include))
         settings["define_macros"].append(("FUSEDOPS_WITH_CUDA", "1"))
         settings["libraries"] += ["cudart_static", "rt", "dl", "pthread"]
-        settings["library_dirs"] += [str(d) for d in (cuda / "lib64", cuda / "lib") if d.is_dir()]
+        settings["library_dirs"] += [str(d) for d in (cuda / "lib64", include.parent / "lib") if d.is_dir()]
         # A CppExtension with .cu files links neither torch_cuda nor libcudart, so it also builds against a CPU
         # torch and loads there; torch.utils.cpp_extension only has to know which nvcc to call.
         cpp_extension.CUDA_HOME = str(cuda)
