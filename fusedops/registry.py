@@ -53,7 +53,7 @@ class Case:
     def id(self) -> str:
         """A readable test id."""
         parts = ["x".join(map(str, self.shape)) + (f"n{self.normalized}" if self.normalized > 1 else "")]
-        parts.append("-".join(short(d) for d in self.dtypes.values()))
+        parts += [short(dtype) if name == "input" else f"{name}_{short(dtype)}" for name, dtype in self.dtypes.items()]
         parts += [f"to_{short(self.out_dtype)}"] if self.out_dtype else []
         parts += [f"{k}={v}" for k, v in self.options.items()]
         parts += [part for part in (self.layout, self.values) if part not in ("contiguous", "normal")]
@@ -86,6 +86,7 @@ class OpSpec:
             (``"output"``) and of each gradient, elementwise: the size of what was added up to make the element.
         terms: length of the sum behind the output and each gradient, from a case.
         bytes_moved: least bytes of device memory a call moves, from a sample and ``"fwd"`` or ``"bwd"``.
+        defaults: from a call's arguments, those whose default depends on dtypes; the float64 truth gets them spelt out.
         tolerance_overrides: (backend, device type, name) → (factor on the bound, reason). Empty for a sound op.
     """
 
@@ -101,6 +102,7 @@ class OpSpec:
     condition: Callable[[Sample, torch.Tensor], dict[str, torch.Tensor]]
     terms: Callable[[Case], dict[str, int]]
     bytes_moved: Callable[[Sample, str], int]
+    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda kwargs: {}
     tolerance_overrides: Mapping[tuple[str, str, str], tuple[float, str]] = field(default_factory=dict)
 
 

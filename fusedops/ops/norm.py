@@ -347,6 +347,9 @@ _FULL_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
 
 def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Callable[[str], Iterator[Case]]:
     def cases(level: str) -> Iterator[Case]:
+        return iter({case.id: case for case in listed(level)}.values())
+
+    def listed(level: str) -> Iterator[Case]:
         full = level == "full"
 
         def case(
@@ -390,7 +393,12 @@ def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Calla
 
 def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
     def condition(sample: Sample, dy: Tensor) -> dict[str, Tensor]:
-        """Sizes of what is summed. ``shift`` is what centring costs: an error of u·|mean| is u·|mean|·rstd in x̂."""
+        """Sizes of what is summed.
+
+        The mean of x is off by u·mean|x|, so each x̂ by u·``shift``, shift = mean|x|·rstd; below the smallest normal
+        number errors are absolute, u·tiny. The variance is then off by the square of that: rstd by u²·shift², which
+        is ``spread``. dx and dweight inherit both through x̂ and rstd.
+        """
         args = sample.kwargs
         shape = sizes(args["normalized_shape"])
         dims, x = tuple(range(-len(shape), 0)), args["input"]
@@ -398,16 +406,19 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
         w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get(
             "weight_offset", 0.0
         )
-        eps = args.get("eps")
+        eps, tiny = args.get("eps", 1e-5), torch.finfo(_32).tiny
         mean = x.mean(dims, keepdim=True) if centred else torch.zeros((), dtype=x.dtype, device=x.device)
-        rstd = ((x - mean).square().mean(dims, keepdim=True) + (torch.finfo(_32).eps if eps is None else eps)).rsqrt()
+        square = (x - mean).square().mean(dims, keepdim=True)
+        rstd = (square + eps).rsqrt()
         xhat, wdy = ((x - mean) * rstd).abs(), (w * dy).abs()
-        shift = mean.abs() * rstd
-        spread = 1 + 2.0**-24 * shift.square()
+        shift = ((x.abs().mean(dims, keepdim=True) if centred else 0.0) + tiny) * rstd
+        # Squares that add up to more than fp32 holds have no bound: PyTorch's own rstd is 0 there.
+        fits = torch.where(square * math.prod(shape) < torch.finfo(_32).max, 1.0, math.inf)
+        spread = (1 + 2.0**-24 * shift.square()) * fits
         y = (w * (x - mean) * rstd).abs() + (0 if args.get("bias") is None else args["bias"].abs())
         rows = tuple(range(x.dim() - len(shape)))
         return {
-            "output": w.abs() * x.abs().amax(dims, keepdim=True) * rstd + y,
+            "output": w.abs() * (x.abs().amax(dims, keepdim=True) + tiny) * rstd * fits + y,
             "input": rstd
             * spread
             * (
@@ -424,9 +435,10 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
 
 
 def _terms(case: Case) -> dict[str, int]:
+    """Count terms; dweight adds up rows of x̂, each of which already comes from sums over hidden."""
     hidden = math.prod(case.shape[len(case.shape) - case.normalized :])
     rows = math.prod(case.shape) // max(hidden, 1)
-    return {"output": hidden, "input": hidden, "weight": rows, "bias": rows}
+    return {"output": hidden, "input": hidden, "weight": rows * hidden, "bias": rows}
 
 
 def _bytes_moved(sample: Sample, direction: str) -> int:
@@ -470,5 +482,6 @@ registry.register(
         condition=_condition(centred=False),
         terms=_terms,
         bytes_moved=_bytes_moved,
+        defaults=lambda kwargs: {"eps": _default_eps(kwargs["input"].dtype)} if kwargs.get("eps") is None else {},
     )
 )

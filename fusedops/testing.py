@@ -1,0 +1,419 @@
+"""Is a kernel right? Every op and backend is held to the same plain-PyTorch truth in float64.
+
+    outcome = check(OPS["layer_norm"], case, backend="native", device="cuda")
+    assert outcome.passed, str(outcome)
+
+An element passes if ``|got - t| <= 1 ulp(t) + 4·u·sqrt(log2 N)·cond``: one rounding of the result, and the error of
+fp32 arithmetic (u = 2^-24; 2^-53 for fp64) on a sum of N terms whose sizes add up to ``cond``, which the op's record
+derives from the truth. The bound is elementwise: a bound on the largest error passes a gradient that is all zero.
+Errors in ULPs, ours and PyTorch's own in the same dtype, are reported and never judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .dispatch import refusals
+from .registry import Case, OpSpec, Sample
+
+# (backend, device type, dtype) → ULPs more than the bound of every op, and why.
+EXTRA_ULPS: dict[tuple[str, str, torch.dtype], tuple[float, str]] = {
+    ("triton", "cpu", torch.bfloat16): (1.0, "Triton's interpreter truncates fp32 to bf16 instead of rounding"),
+}
+
+
+# ---------------------------------------------------------------- samples
+
+
+def _large_mean(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    spread = max(1.0, 8 * float(ulp(torch.tensor(1e4), dtype)))
+    return 1e4 + spread * noise
+
+
+def _tiny_spread(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    spread = max(1e-3, 2 * float(ulp(torch.tensor(8.0), dtype)))
+    return 8 + spread * noise
+
+
+def _constant_rows(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    rows = _as_rows(noise, normalized)
+    return rows[:, :1].expand_as(rows).reshape(noise.shape)
+
+
+def _huge(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    """Near the maximum of fp16; else 1e12 (rstd³ still fits fp32) by turns with 1e30 (its square does not)."""
+    if torch.finfo(dtype).max < 1e6:
+        return 2e4 * noise.clamp(-3, 3)
+    rows = _as_rows(noise, normalized).clone()
+    rows[0::2] *= 1e12
+    rows[1::2] *= 1e30
+    return rows.reshape(noise.shape)
+
+
+def _subnormal(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    return noise * (torch.finfo(dtype).smallest_normal / 4)
+
+
+def _inf_nan_rows(noise: Tensor, normalized: int, dtype: torch.dtype) -> Tensor:
+    rows = _as_rows(noise, normalized).clone()
+    for row, bad in zip(rows[:-1], (math.inf, math.nan, -math.inf), strict=False):
+        row[len(row) // 3] = bad
+    return rows.reshape(noise.shape)
+
+
+def _as_rows(values: Tensor, normalized: int) -> Tensor:
+    return values.reshape(-1, math.prod(values.shape[values.dim() - normalized :]))
+
+
+# registry.VALUES: from standard normal noise in float64, the number of normalised dimensions and the dtype.
+_VALUES: dict[str, Callable[[Tensor, int, torch.dtype], Tensor]] = {
+    "normal": lambda noise, normalized, dtype: noise,
+    "large_mean": _large_mean,
+    "tiny_spread": _tiny_spread,
+    "constant_rows": _constant_rows,
+    "huge": _huge,
+    "subnormal": _subnormal,
+    "inf_nan_rows": _inf_nan_rows,
+}
+
+
+def _in_wider(values: Tensor, dim: int, before: int, after: int) -> Tensor:
+    """Store as a slice of a tensor that is wider along ``dim``; what surrounds it is NaN."""
+    shape = list(values.shape)
+    shape[dim] += before + after
+    view = values.new_full(shape, math.nan).narrow(dim, before, values.shape[dim])
+    return view.copy_(values)
+
+
+def _misaligned(values: Tensor) -> Tensor:
+    """Store contiguously, one element off the start of an allocation."""
+    return values.new_full((values.numel() + 1,), math.nan)[1:].view(values.shape).copy_(values)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.mT.contiguous().mT if values.dim() > 1 else values
+
+
+def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) -> Sample:
+    """Make the tensors of a case.
+
+    Args:
+        spec: the op.
+        case: what to call it with.
+        device: where the tensors go.
+        seed: the same seed gives the same numbers on every device and backend.
+
+    Returns:
+        A sample whose differentiable tensors are leaves that require a gradient.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kwargs: dict[str, Any] = {}
+    for name, dtype in case.dtypes.items():
+        main = name == "input"
+        noise = torch.randn(
+            case.shape if main else spec.parameter_shape(case), generator=generator, dtype=torch.float64
+        )
+        values = (_VALUES[case.values](noise, case.normalized, dtype) if main else noise).to(device, dtype)
+        if case.layout == "misaligned":
+            values = _misaligned(values)
+        elif case.layout == "rows_strided" and main:
+            values = _in_wider(values, -max(case.normalized, 1), 0, 8)
+        elif case.layout == "transposed" and main:
+            values = _transposed(values)
+        kwargs[name] = values.requires_grad_()
+    grads = tuple(kwargs)
+    if case.normalized:
+        kwargs["normalized_shape"] = case.shape[len(case.shape) - case.normalized :]
+    if case.out_dtype is not None:
+        kwargs["out_dtype"] = case.out_dtype
+    return Sample({**kwargs, **case.options}, grads)
+
+
+def make_grad(case: Case, output: Tensor, seed: int = 0) -> Tensor:
+    """Make the gradient of an output (its shape, dtype and device), laid out as the case says."""
+    if case.layout == "expanded_grad":
+        return output.new_ones(()).expand(output.shape)
+    generator = torch.Generator().manual_seed(seed + 1)
+    values = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+    if case.layout == "strided_grad":
+        return _in_wider(values, -1, 3, 2)
+    return _misaligned(values) if case.layout == "misaligned" else values
+
+
+# ---------------------------------------------------------------- running
+
+
+def run(
+    function: Callable[..., Tensor],
+    sample: Sample,
+    grad: Callable[[Tensor], Tensor],
+    wanted: Iterable[str] | None = None,
+) -> dict[str, Tensor]:
+    """Call forward and backward.
+
+    Args:
+        function: called with the sample's arguments.
+        sample: the arguments.
+        grad: makes the gradient of the output.
+        wanted: names to differentiate by, the others not requiring a gradient; None: all of ``sample.grads``.
+
+    Returns:
+        ``"output"`` and each gradient by its argument's name.
+    """
+    wanted = sample.grads if wanted is None else tuple(wanted)
+    frozen = {name: sample.kwargs[name].detach() for name in sample.grads if name not in wanted}
+    kwargs = {**sample.kwargs, **frozen}
+    output = function(**kwargs)
+    if not wanted:
+        return {"output": output}
+    found = torch.autograd.grad(output, [kwargs[name] for name in wanted], grad(output))
+    return {"output": output.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The float64 results of a sample, by name, and the condition number of each element."""
+
+    values: dict[str, Tensor]
+    conditions: dict[str, Tensor]
+
+
+def truth(spec: OpSpec, sample: Sample, grad: Tensor) -> Truth:
+    """Compute the truth on the CPU in float64, from the numbers as the sample rounded them; gradients by autograd."""
+    kwargs = {**sample.kwargs, **spec.defaults(sample.kwargs)}
+    kwargs.pop("out_dtype", None)
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            kwargs[name] = value.double().contiguous() if value.is_floating_point() else value
+    for name in sample.grads:
+        kwargs[name].requires_grad_()
+    wide = grad.detach().cpu().double().contiguous()
+    exact = Sample(kwargs, sample.grads)
+    values = run(spec.reference, exact, lambda output: wide)
+    with torch.no_grad():
+        return Truth(values, spec.condition(exact, wide))
+
+
+# ---------------------------------------------------------------- judging
+
+
+def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the spacing of ``dtype`` at each value, in float64.
+
+    It is 2^e·eps for 2^e <= |value| < 2^(e+1), the smallest subnormal at and around zero, and that of the largest
+    finite number beyond it.
+    """
+    info = torch.finfo(dtype)
+    size = value.detach().double().abs().nan_to_num(info.max, info.max).clamp(info.smallest_normal, info.max)
+    exponent = torch.frexp(size)[1].to(torch.int64) - 1
+    power: Tensor = (exponent + 1023 << 52).view(torch.float64)
+    return power * info.eps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor against the truth, at the element that uses most of its bound.
+
+    Attributes:
+        name: ``"output"`` or the argument whose gradient it is.
+        ratio: worst error over bound; at most 1 passes.
+        index, got, want, bound: that element.
+        ulps: largest error in ULPs of the tensor's dtype.
+        torch_ulps: the same for PyTorch's own result; NaN if it was not given.
+        problem: why the tensor could not be compared at all, or None.
+    """
+
+    name: str
+    ratio: float
+    index: tuple[int, ...] = ()
+    got: float = math.nan
+    want: float = math.nan
+    bound: float = math.nan
+    ulps: float = math.nan
+    torch_ulps: float = math.nan
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every element is within its bound."""
+        return self.problem is None and self.ratio <= 1.0
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.name}: {self.problem}"
+        where = f"[{', '.join(map(str, self.index))}]"
+        return (
+            f"{self.name}{where}: got {self.got:.9g}, want {self.want:.9g} ± {self.bound:.3g}, "
+            f"{self.ratio:.3g} of the bound; worst {self.ulps:.3g} ULP, PyTorch's own {self.torch_ulps:.3g}"
+        )
+
+
+def compare(
+    got: Tensor,
+    want: Tensor,
+    condition: Tensor,
+    terms: int,
+    *,
+    name: str = "output",
+    baseline: Tensor | None = None,
+    wide: bool = False,
+    extra_ulps: float = 0.0,
+    factor: float = 1.0,
+) -> Comparison:
+    """Judge a tensor elementwise.
+
+    Args:
+        got: the tensor, in its own dtype.
+        want: the float64 truth.
+        condition: size of what was added up to make each element. NaN: only inf and NaN are judged there; inf: the
+            arithmetic overflows although the truth does not, and nothing is judged.
+        terms: length N of the sum.
+        name: what to call it in messages.
+        baseline: PyTorch's own result, which fixes shape and dtype; its ULPs are reported.
+        wide: arithmetic was fp64.
+        extra_ulps: further ULPs allowed; see ``EXTRA_ULPS``.
+        factor: on the whole bound; see ``OpSpec.tolerance_overrides``.
+
+    Returns:
+        The worst element.
+
+    inf and NaN must stand where the truth has them. A result may be inf where the truth is finite if the truth is
+    within the bound of the first number that rounds to inf.
+    """
+    dtype = got.dtype if baseline is None else baseline.dtype
+    if got.shape != want.shape or got.dtype != dtype:
+        problem = f"expected {dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
+        return Comparison(name, math.inf, problem=problem)
+    if want.numel() == 0:
+        return Comparison(name, 0.0, ulps=0.0, torch_ulps=0.0)
+    got, want = got.detach().cpu().double(), want.detach().cpu()
+    spacing = ulp(want, dtype)
+    unit = 2.0**-53 if wide else 2.0**-24
+    condition = condition.expand(want.shape)
+    unspecified = condition.isinf() & want.isfinite()
+    condition = condition.nan_to_num(math.inf, math.inf)
+    bound = factor * ((1.0 + extra_ulps) * spacing + 4 * unit * math.sqrt(math.log2(max(terms, 2))) * condition)
+    error = torch.where(unspecified, 0.0, _error(got, want, dtype))
+    share = (error / bound).nan_to_num(math.inf, math.inf)
+    worst = int(share.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape))
+    return Comparison(
+        name,
+        float(share.flatten()[worst]),
+        index,
+        *(float(t.flatten()[worst]) for t in (got, want, bound)),
+        ulps=_worst_ulps(error, spacing, condition),
+        torch_ulps=math.nan
+        if baseline is None
+        else _worst_ulps(_error(baseline.detach().cpu().double(), want, dtype), spacing, condition),
+    )
+
+
+def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return |got − want|; an inf that stands for an overflow counts as the first number that rounds to it."""
+    info = torch.finfo(dtype)
+    limit = want.abs().clamp(min=info.max + float(ulp(torch.tensor(info.max, dtype=torch.float64), dtype)))
+    overflow = got.isinf() & want.isfinite() & (got.sign() == want.sign())
+    error = (torch.where(overflow, limit.copysign(want), got) - want).abs()
+    same = (got == want) | (got.isnan() & want.isnan())
+    return torch.where(same, 0.0, error.nan_to_num(math.inf, math.inf))
+
+
+def _worst_ulps(error: Tensor, spacing: Tensor, condition: Tensor) -> float:
+    return float(torch.where(condition.isfinite(), error / spacing, 0.0).max())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All tensors of one case on one backend; falsy results read well in ``assert outcome.passed, str(outcome)``."""
+
+    op: str
+    backend: str
+    device: str
+    case: Case
+    seed: int
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor passed."""
+        return all(comparison.passed for comparison in self.comparisons)
+
+    def __str__(self) -> str:
+        shown = [c for c in self.comparisons if not c.passed] or self.comparisons
+        head = f"{self.op} on {self.backend} ({self.device}), case {self.case.id}, seed {self.seed}"
+        return "\n  ".join([head, *map(str, shown)])
+
+
+def judge(
+    spec: OpSpec, case: Case, sample: Sample, grad: Tensor, results: Mapping[str, Tensor],
+    *, backend: str = "", seed: int = 0,
+) -> Outcome:  # fmt: skip
+    """Hold results of a sample to the truth.
+
+    Args:
+        spec: the op.
+        case: what the sample was made from.
+        sample: the arguments.
+        grad: the gradient of the output that the backward pass was given.
+        results: ``"output"`` and gradients by name, as ``run`` returns them.
+        backend: who made them; decides which declared allowances apply.
+        seed: for the message.
+
+    Returns:
+        One comparison for each of ``results``.
+    """
+    exact, terms = truth(spec, sample, grad), spec.terms(case)
+    own = run(spec.reference, sample, lambda output: grad)
+    device = sample.kwargs["input"].device.type
+    comparisons = []
+    for name, got in results.items():
+        extra, _ = EXTRA_ULPS.get((backend, device, own[name].dtype), (0.0, ""))
+        factor, _ = spec.tolerance_overrides.get((backend, device, name), (1.0, ""))
+        comparisons.append(
+            compare(
+                got,
+                exact.values[name],
+                exact.conditions[name],
+                terms[name],
+                name=name,
+                baseline=own[name],
+                wide=case.dtypes["input"] is torch.float64,
+                extra_ulps=extra,
+                factor=factor,
+            )
+        )
+    return Outcome(spec.name, backend, device, case, seed, tuple(comparisons))
+
+
+def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str | None:
+    """Return why a backend does not serve a case (its own words), or None if it does."""
+    if reason := backends.get(backend).unavailable(device):
+        return str(reason)
+    kwargs = make_sample(spec, case, device).kwargs
+    return "; ".join(refusals(backend, spec.describe(**kwargs))) or None
+
+
+def check(spec: OpSpec, case: Case, backend: str, device: str = "cpu", seed: int = 0) -> Outcome:
+    """Run a case on a backend, forward and every gradient, and judge it.
+
+    Raises:
+        UnsupportedError: the backend can't serve the case.
+    """
+    sample = make_sample(spec, case, device, seed)
+    kept: list[Tensor] = []
+
+    def grad(output: Tensor) -> Tensor:
+        kept.append(make_grad(case, output, seed))
+        return kept[0]
+
+    results = run(lambda **kwargs: spec.function(**kwargs, backend=backend), sample, grad)
+    return judge(spec, case, sample, kept[0], results, backend=backend, seed=seed)

@@ -1,0 +1,89 @@
+"""Options of the test command, NaN in uninitialised memory, and the count of cells per backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fusedops import backends, dispatch
+from fusedops.config import BACKENDS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fusedops")
+    group.addoption("--full", action="store_true", help="every case of every op, not the quick selection")
+    group.addoption("--require", default="", metavar="BACKENDS", help="comma-separated; absent ones fail, not skip")
+    group.addoption("--device", default=None, help="device of the parity tests: cpu, cuda (default: cuda if visible)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if unknown := _required(config).difference(BACKENDS):
+        raise pytest.UsageError(f"--require: expected any of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}")
+
+
+def _required(config: pytest.Config) -> set[str]:
+    return set(filter(None, config.getoption("--require").split(",")))
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """The device under test."""
+    return str(pytestconfig.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.fixture
+def need_backend(
+    pytestconfig: pytest.Config, device: str, record_property: Callable[[str, object], None]
+) -> Callable[[str], None]:
+    """Skip for a backend's own reason why it can't run here; fail if it is required. Counts the test as its cell."""
+
+    def need(name: str) -> None:
+        record_property("backend", name)
+        reason = backends.get(name).unavailable(device)
+        if reason is None:
+            return
+        if name in _required(pytestconfig):
+            pytest.fail(f"--require {name}: {reason}", pytrace=False)
+        pytest.skip(f"{name}: {reason}")
+
+    return need
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fill uninitialised memory with NaN, from C++ as well, so that an element nobody wrote is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(autouse=True)
+def no_choice_left_behind() -> Iterator[None]:
+    """Hand the choice of backend back to the table and forget what was warned about."""
+    before = dict(dispatch._forced)
+    yield
+    dispatch._forced.clear()
+    dispatch._forced.update(before)
+    dispatch.cache.clear()
+    dispatch._warned.clear()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many cells of each backend ran, failed and were skipped."""
+    cells: dict[str, Counter[str]] = {}
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            name = dict(getattr(report, "user_properties", ())).get("backend")
+            if name is not None:
+                cells.setdefault(str(name), Counter())[outcome] += 1
+    if cells:
+        terminalreporter.section("cells per backend")
+    for name in filter(cells.__contains__, BACKENDS):
+        count = cells[name]
+        ran = count["passed"] + count["failed"]
+        terminalreporter.write_line(f"{name:<10} {ran:5} ran, {count['failed']} failed, {count['skipped']} skipped")

@@ -1,0 +1,280 @@
+"""The harness itself: what is wrong must fail, what is sound must pass, and a ULP is a ULP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedops import testing
+from fusedops.registry import LAYOUTS, OPS, VALUES, Case
+
+LAYER_NORM = OPS["layer_norm"]
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+NAMES = ("input", "weight", "bias")
+
+
+def a_case(shape: tuple[int, ...], dtype: torch.dtype, **more: object) -> Case:
+    return Case(shape, 1, dict.fromkeys(NAMES, dtype), **more)
+
+
+def outcome_of(
+    case: Case, damage: Callable[[dict[str, Tensor]], None], function: Callable[..., Tensor] = LAYER_NORM.reference
+) -> testing.Outcome:
+    """Judge a function's results after some damage was done to them."""
+    sample = testing.make_sample(LAYER_NORM, case)
+    grad = testing.make_grad(case, LAYER_NORM.reference(**sample.kwargs))
+    results = testing.run(function, sample, lambda output: grad)
+    damage(results)
+    return testing.judge(LAYER_NORM, case, sample, grad, results, backend="planted")
+
+
+def red(outcome: testing.Outcome) -> set[str]:
+    return {comparison.name for comparison in outcome.comparisons if not comparison.passed}
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def test_zero_dweight_over_many_rows_fails() -> None:
+    outcome = outcome_of(a_case((65536, 8), BF16), lambda results: results["weight"].zero_())
+    assert red(outcome) == {"weight"}
+
+
+@pytest.mark.parametrize("name", ["output", *NAMES])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_all_but_the_largest_zeroed_fails(name: str, dtype: torch.dtype) -> None:
+    def keep_largest(results: dict[str, Tensor]) -> None:
+        flat = results[name].view(-1)
+        largest = flat.abs().argmax()
+        value = flat[largest].clone()
+        flat.zero_()[largest] = value
+
+    assert red(outcome_of(a_case((64, 256), dtype), keep_largest)) == {name}
+
+
+@pytest.mark.parametrize("name", ["output", "input"])
+def test_one_row_swapped_fails(name: str) -> None:
+    def swap(results: dict[str, Tensor]) -> None:
+        results[name][[3, 4]] = results[name][[4, 3]]
+
+    assert red(outcome_of(a_case((64, 256), BF16), swap)) == {name}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_bf16_statistics_fail(dtype: torch.dtype) -> None:
+    def layer_norm(
+        input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float = 1e-5
+    ) -> Tensor:
+        x = input.float()
+        mean = x.mean(-1, keepdim=True).bfloat16().float()
+        rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt().bfloat16().float()
+        return ((x - mean) * rstd * weight.float() + bias.float()).to(input.dtype)
+
+    assert "output" in red(outcome_of(a_case((64, 768), dtype), lambda results: None, layer_norm))
+
+
+@pytest.mark.parametrize("name", ["output", *NAMES])
+def test_dropped_tail_fails(name: str) -> None:
+    """The last columns, those after the last whole block, are left as they were: zero."""
+    assert red(outcome_of(a_case((33, 136), BF16), lambda results: results[name][..., 128:].zero_())) == {name}
+
+
+def test_dropped_tail_of_rows_in_dweight_fails() -> None:
+    case = a_case((65, 64), F32)
+    sample = testing.make_sample(LAYER_NORM, case)
+
+    def without_last_row(results: dict[str, Tensor]) -> None:
+        xhat = F.layer_norm(sample.kwargs["input"].detach()[-1], (64,))
+        grad = testing.make_grad(case, results["output"])
+        results["weight"] -= grad[-1] * xhat
+
+    assert red(outcome_of(case, without_last_row)) == {"weight"}
+
+
+@pytest.mark.parametrize("scale", [1.001, 1 + 1e-5])
+def test_small_relative_error_fails_in_fp32(scale: float) -> None:
+    outcome = outcome_of(a_case((64, 256), F32), lambda results: [r.mul_(scale) for r in results.values()])
+    assert red(outcome) == {"output", *NAMES}
+
+
+def test_unwritten_element_fails() -> None:
+    assert red(outcome_of(a_case((5, 7), F32), lambda results: results["output"][2, 3].fill_(math.nan))) == {"output"}
+
+
+def test_wrong_dtype_and_shape_fail() -> None:
+    def spoil(results: dict[str, Tensor]) -> None:
+        results["output"] = results["output"].float()
+        results["weight"] = results["weight"][:-1]
+
+    outcome = outcome_of(a_case((5, 7), BF16), spoil)
+    assert red(outcome) == {"output", "weight"}
+    assert "expected torch.bfloat16 (5, 7), got torch.float32 (5, 7)" in str(outcome)
+
+
+def test_a_finite_result_where_the_truth_is_nan_fails() -> None:
+    case = a_case((6, 64), F32, values="inf_nan_rows")
+    assert outcome_of(case, lambda results: None).passed
+    assert red(outcome_of(case, lambda results: results["output"].nan_to_num_())) == {"output"}
+
+
+def test_message_names_everything() -> None:
+    message = str(outcome_of(a_case((5, 7), F32), lambda results: results["input"][2, 3].add_(1.0)))
+    for part in ("layer_norm on planted (cpu)", "5x7-fp32", "seed 0", "input[2, 3]: got", "want", "±", "of the bound"):
+        assert part in message
+
+
+# ---------------------------------------------------------------- what is sound
+
+
+@pytest.mark.parametrize("values", [v for v in VALUES if v != "huge"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_pytorch_itself_passes(dtype: torch.dtype, values: str) -> None:
+    """All of it in fp32; in 16 bits the output, for PyTorch's CPU kernel rounds within its gradients."""
+
+    def layer_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(input, normalized_shape, weight, bias)
+
+    outcome = outcome_of(a_case((40, 1000), dtype, values=values), lambda results: None, layer_norm)
+    assert red(outcome) <= (set() if dtype is F32 else set(NAMES)), str(outcome)
+
+
+def test_two_pass_kernel_passes() -> None:
+    def layer_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
+        centred = input - input.mean(-1, keepdim=True)
+        return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight + bias
+
+    for values in ("normal", "large_mean", "constant_rows", "tiny_spread"):
+        outcome = outcome_of(a_case((40, 1000), F32, values=values), lambda results: None, layer_norm)
+        assert outcome.passed, str(outcome)
+
+
+def test_naive_variance_fails_on_a_large_mean() -> None:
+    """E[x²] − E[x]² cancels."""
+
+    def layer_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
+        mean = input.mean(-1, keepdim=True)
+        variance = (input.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)
+        return (input - mean) * (variance + 1e-5).rsqrt() * weight + bias
+
+    case = a_case((40, 1000), F32, values="large_mean")
+    assert "output" in red(outcome_of(case, lambda results: None, layer_norm))
+
+
+# ---------------------------------------------------------------- ULPs
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+def test_ulp_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    values = torch.tensor(
+        [1.0, 1.5, 2.0, 3.0, 4.0, 0.5, info.smallest_normal, info.smallest_normal / 2, 0.0, 1e-3, 100.0], dtype=dtype
+    )
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    after = (values.view(bits) + 1).view(dtype)
+    assert torch.equal(testing.ulp(values, dtype), after.double() - values.double())
+    assert torch.equal(testing.ulp(-values, dtype), testing.ulp(values, dtype))
+
+
+def test_ulp_just_below_a_power_of_two_is_half_of_that_at_it() -> None:
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
+    assert 2 * testing.ulp(below, F32) == testing.ulp(torch.tensor(2.0), F32) == 2.0**-22
+
+
+def test_ulp_beyond_the_largest_number_is_that_of_the_largest() -> None:
+    for dtype in (F16, BF16, F32):
+        largest = torch.tensor(torch.finfo(dtype).max, dtype=F64)
+        assert testing.ulp(torch.tensor(math.inf), dtype) == testing.ulp(largest, dtype)
+        assert testing.ulp(largest * 10, dtype) == testing.ulp(largest, dtype)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "passes"),
+    [
+        (math.inf, 65520.0, True),  # halfway to 2^16: rounds to inf
+        (math.inf, 7e4, True),
+        (math.inf, 6e4, False),
+        (-math.inf, 7e4, False),
+        (65504.0, 65520.0, True),  # within 1 ULP (32)
+        (65504.0, 7e4, False),
+        (math.nan, 7e4, False),
+        (math.inf, math.inf, True),
+        (math.nan, math.nan, True),
+        (math.inf, math.nan, False),
+        (65504.0, math.inf, False),
+    ],
+)
+def test_overflow_of_the_result(got: float, want: float, passes: bool) -> None:
+    comparison = testing.compare(
+        torch.tensor([got], dtype=F16), torch.tensor([want], dtype=F64), torch.zeros(1, dtype=F64), 1
+    )
+    assert comparison.passed is passes, str(comparison)
+
+
+def test_zero_truth_allows_one_subnormal() -> None:
+    zero = torch.zeros(1, dtype=F64)
+    assert testing.compare(torch.tensor([2.0**-149]), zero, zero, 1).passed
+    assert not testing.compare(torch.tensor([2.0**-148]), zero, zero, 1).passed
+
+
+# ---------------------------------------------------------------- samples
+
+
+def test_layouts_are_what_they_say() -> None:
+    def made(layout: str) -> tuple[dict[str, Tensor], Tensor]:
+        sample = testing.make_sample(LAYER_NORM, a_case((6, 16), BF16, layout=layout))
+        return sample.kwargs, testing.make_grad(a_case((6, 16), BF16, layout=layout), sample.kwargs["input"].detach())
+
+    kwargs, grad = made("rows_strided")
+    assert kwargs["input"].stride() == (24, 1)
+    kwargs, grad = made("transposed")
+    assert kwargs["input"].stride() == (1, 6)
+    kwargs, grad = made("misaligned")
+    assert {t.storage_offset() for t in (*(kwargs[name] for name in NAMES), grad)} == {1}
+    kwargs, grad = made("expanded_grad")
+    assert grad.stride() == (0, 0)
+    kwargs, grad = made("strided_grad")
+    assert grad.stride() == (21, 1)
+    numbers = [made(layout)[0]["input"] for layout in LAYOUTS]
+    assert all(torch.equal(numbers[0], other) for other in numbers[1:])
+
+
+def test_values_are_what_they_say() -> None:
+    def made(values: str, dtype: torch.dtype = F32) -> Tensor:
+        sample = testing.make_sample(LAYER_NORM, a_case((6, 512), dtype, values=values))
+        return sample.kwargs["input"].detach()
+
+    assert ((made("large_mean") - 1e4).abs() < 10).all()
+    assert made("large_mean", BF16).unique().numel() > 10
+    assert made("tiny_spread", F16).std() < 0.1
+    assert (made("constant_rows").std(-1) == 0).all()
+    assert made("huge").abs().max() > 1e30
+    assert made("huge", F16).isfinite().all()
+    assert made("huge", F16).abs().max() == 6e4
+    assert (made("subnormal") != 0).any()
+    assert (made("subnormal").abs() < torch.finfo(F32).tiny).float().mean() > 0.9
+    assert (~made("inf_nan_rows").isfinite().all(-1)).tolist() == [True] * 3 + [False] * 3
+
+
+def test_seeds() -> None:
+    case = a_case((6, 16), F32)
+    first, again, other = (testing.make_sample(LAYER_NORM, case, seed=seed).kwargs["input"] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_case_ids_are_unique_and_quick_is_part_of_full(spec: testing.OpSpec, level: str) -> None:
+    ids = [case.id for case in spec.cases(level)]
+    assert len(set(ids)) == len(ids)
+    assert set(ids) >= {case.id for case in spec.cases("quick")}
+
+
+@pytest.mark.usefixtures("poison")
+def test_poison_fills_uninitialised_memory() -> None:
+    assert torch.empty(100).isnan().all()
