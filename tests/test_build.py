@@ -221,19 +221,23 @@ def test_the_hash_sees_names_and_contents(tmp_path):
     assert len({first, second, _build.csrc_hash(tmp_path)}) == 3
 
 
-def load_with_stamp(tmp_path, stamp, binary=b""):
-    """Load the native kernels in a fresh process from a package that holds only `_build.py`, a stamp and a binary."""
-    package = tmp_path / "fusedops"
+LOAD = """
+from fusedops import _build
+_build.load_native()
+print(_build.load_native(), "|", _build.native_problem("cpu"), "|", _build.native_problem("cuda"))
+"""
+
+
+def load_with_stamp(folder, stamp, suffix="so", binary=b""):
+    """Load `_C` in a fresh process from a package that holds only `_build.py`, a stamp and a binary."""
+    package = folder / "fusedops"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "_build.py").write_text((ROOT / "fusedops" / "_build.py").read_text())
     if stamp:
         (package / _build.STAMP_FILE).write_text(_build.stamp_source(stamp))
-        (package / f"_C.{_build.python_tag()}.so").write_bytes(binary)
-    code = (
-        "from fusedops import _build; _build.load_native(); print(_build.load_native(), '|', _build.native_problem())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        (package / f"_C.{suffix}").write_bytes(binary)
+    done = subprocess.run([sys.executable, "-c", LOAD], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip(), done.stderr
 
 
@@ -248,15 +252,15 @@ def test_a_binary_for_another_torch_is_left_alone(tmp_path):
 
 
 def test_a_binary_that_does_not_load_is_one_warning(tmp_path):
-    out, err = load_with_stamp(tmp_path, stamped(), b"not a library")
-    assert out.startswith("None | ")
+    out, err = load_with_stamp(tmp_path, stamped(), binary=b"not a library")
+    assert out.startswith("None | the native kernels do not load")
     assert err.count("RuntimeWarning") == 1
     assert "Traceback" not in err
 
 
 def test_no_native_code_is_no_warning(tmp_path):
     out, err = load_with_stamp(tmp_path, stamped(why_not="no C++ compiler found (c++): install g++"))
-    assert out == "None | there are no native kernels: no C++ compiler found (c++): install g++"
+    assert out.startswith("None | there are no native kernels: no C++ compiler found (c++): install g++")
     assert err == ""
 
 
@@ -264,6 +268,22 @@ def test_never_built_is_no_warning(tmp_path):
     out, err = load_with_stamp(tmp_path, None)
     assert "were not built" in out
     assert err == ""
+
+
+def test_a_sound_binary_is_loaded_in_silence(tmp_path):
+    out, err = load_with_stamp(tmp_path, stamped(why_no_cuda="built without nvcc"), suffix="py")
+    assert "_C" in out
+    assert out.endswith("None | the native kernels have no CUDA part: built without nvcc")
+    assert err == ""
+
+
+def test_edited_sources_are_one_warning(tmp_path):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").write_text("edited")
+    out, err = load_with_stamp(tmp_path, stamped(csrc="0" * 16), suffix="py")
+    assert "_C" in out
+    assert err.count("RuntimeWarning") == 1
+    assert "edited after the native kernels were built" in err
 
 
 # ---- the source distribution ---------------------------------------------------------------------
