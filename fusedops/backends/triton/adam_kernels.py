@@ -1,0 +1,317 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels over lists of tensors: the Adam update, the gradient norm, scaling. `adam.py` launches them.
+
+A list reaches a kernel as tables in device memory: addresses as int64, one row a kind of tensor, one column a tensor.
+A program works on one chunk of one tensor; `owner` names the tensor of each chunk, `first` the first chunk of each
+tensor. Element types are compile-time, so tensors that differ in them are served by separate launches.
+
+Bytes per element moved by the update: gradient + 2 × (parameter or master, both states), + parameter written beside a
+master (fp32: 28). Nothing is atomic; every result is the same on every run.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK: tl.constexpr):
+    """This program's tensor, the offset of its chunk and how many elements the chunk has."""
+    program = tl.program_id(0)
+    tensor = tl.load(owner_ptr + program)
+    start = (program - tl.load(first_ptr + tensor)) * CHUNK
+    return tensor, start, tl.minimum(tl.load(numel_ptr + tensor) - start, CHUNK)
+
+
+@triton.jit
+def _at(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """An address of the tables as a pointer to the chunk's first element; `VECTOR` promises 16-byte alignment."""
+    pointer = address.to(tl.pointer_type(DTYPE)) + start
+    if VECTOR:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, offsets, mask):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, offsets, value, mask):
+    tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def adam_prologue_kernel(
+    hyper_ptr,  # [9, groups] fp64: lr, 1 - beta1, ln beta1, beta2, ln beta2, eps, weight_decay, decoupled, sign
+    lr_ptr,  # [2, groups] int64: address of a device lr or 0, 1 where it is fp64
+    group_ptr,  # [tensors] int64
+    step_ptr,  # [tensors] int64: addresses of fp32 step counters
+    grad_ptr,  # [tensors] int64: 0 where a tensor has no gradient
+    scalars_ptr,  # [10, tensors] fp32, written: what adam_kernel reads
+    grad_scale_ptr,  # [1] fp32 or None
+    found_inf_ptr,  # [1] fp32 or None
+    grad_norm_ptr,  # [1] fp32 or None
+    max_grad_norm,
+    groups,
+    tensors,
+    BLOCK: tl.constexpr,
+):
+    """Per tensor: advance its step, and work out in fp64 every scalar of the update; each is rounded to fp32 once."""
+    tensor = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensor < tensors
+    active = tl.load(grad_ptr + tensor, mask=inside, other=0) != 0
+    if found_inf_ptr is not None:
+        active = active & (tl.load(found_inf_ptr) == 0.0)
+
+    group = tl.load(group_ptr + tensor, mask=inside, other=0)
+    hyper = hyper_ptr + group
+    lr = tl.load(hyper)
+    lr_address = tl.load(lr_ptr + group)
+    lr_is_double = tl.load(lr_ptr + groups + group) != 0
+    on_device = lr_address != 0
+    lr_single = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=on_device & ~lr_is_double, other=0.0)
+    lr_double = tl.load(lr_address.to(tl.pointer_type(tl.float64)), mask=on_device & lr_is_double, other=0.0)
+    lr = tl.where(on_device, tl.where(lr_is_double, lr_double, lr_single.to(tl.float64)), lr)
+    beta1_weight = tl.load(hyper + groups)
+    log_beta1 = tl.load(hyper + 2 * groups)
+    beta2 = tl.load(hyper + 3 * groups)
+    log_beta2 = tl.load(hyper + 4 * groups)
+    eps = tl.load(hyper + 5 * groups)
+    weight_decay = tl.load(hyper + 6 * groups)
+    decoupled = tl.load(hyper + 7 * groups) != 0.0
+    factor = tl.load(hyper + 8 * groups)
+    if grad_scale_ptr is not None:
+        factor = factor / tl.load(grad_scale_ptr).to(tl.float64)
+    if grad_norm_ptr is not None:
+        clip = max_grad_norm.to(tl.float64) / (tl.load(grad_norm_ptr).to(tl.float64) + 1e-6)
+        factor = factor * tl.where(clip >= 1.0, 1.0, clip)  # a NaN norm reaches the gradients
+
+    step_address = tl.load(step_ptr + tensor, mask=active, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(step_address, mask=active, other=0.0) + 1.0
+    tl.store(step_address, step, mask=active)
+    correction1 = 1.0 - tl.exp(log_beta1 * step.to(tl.float64))
+    correction2 = 1.0 - tl.exp(log_beta2 * step.to(tl.float64))
+
+    out = scalars_ptr + tensor
+    tl.store(out, factor.to(tl.float32), mask=inside)
+    tl.store(out + tensors, beta1_weight.to(tl.float32), mask=inside)
+    tl.store(out + 2 * tensors, beta2.to(tl.float32), mask=inside)
+    tl.store(out + 3 * tensors, (1.0 - beta2).to(tl.float32), mask=inside)
+    tl.store(out + 4 * tensors, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=inside)
+    tl.store(out + 5 * tensors, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=inside)
+    tl.store(out + 6 * tensors, (lr / correction1).to(tl.float32), mask=inside)
+    tl.store(out + 7 * tensors, tl.sqrt(correction2).to(tl.float32), mask=inside)
+    tl.store(out + 8 * tensors, eps.to(tl.float32), mask=inside)
+    tl.store(out + 9 * tensors, active.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _update_chunk(
+    grad,
+    param,
+    exp_avg,
+    exp_avg_sq,
+    max_exp_avg_sq,
+    master,
+    limit,
+    scalars_ptr,
+    tensors,
+    AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(scalars_ptr)
+    beta1_weight = tl.load(scalars_ptr + tensors)
+    beta2 = tl.load(scalars_ptr + 2 * tensors)
+    beta2_weight = tl.load(scalars_ptr + 3 * tensors)
+    decay = tl.load(scalars_ptr + 4 * tensors)
+    l2 = tl.load(scalars_ptr + 5 * tensors)
+    step_size = tl.load(scalars_ptr + 6 * tensors)
+    correction2_sqrt = tl.load(scalars_ptr + 7 * tensors)
+    eps = tl.load(scalars_ptr + 8 * tensors)
+    for start in range(0, CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < limit
+        g = _load(grad, at, mask) * factor
+        p = _load(master if MASTER else param, at, mask)
+        m = _load(exp_avg, at, mask)
+        v = _load(exp_avg_sq, at, mask)
+        g = tl.where(l2 != 0.0, g + l2 * p, g)
+        p = p * decay
+        m = m + beta1_weight * (g - m)
+        v = v * beta2 + beta2_weight * g * g
+        largest = v
+        if AMSGRAD:
+            largest = tl.maximum(_load(max_exp_avg_sq, at, mask), v, propagate_nan=tl.PropagateNan.ALL)
+            _store(max_exp_avg_sq, at, largest, mask)
+        denominator = tl.div_rn(tl.sqrt_rn(largest), tl.zeros_like(largest) + correction2_sqrt) + eps
+        p = p - step_size * tl.div_rn(m, denominator)
+        _store(exp_avg, at, m, mask)
+        _store(exp_avg_sq, at, v, mask)
+        if MASTER:
+            _store(master, at, p, mask)
+        _store(param, at, p, mask)
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def adam_kernel(
+    owner_ptr,  # [chunks] int64
+    first_ptr,  # [tensors] int64
+    numel_ptr,  # [tensors] int64
+    address_ptr,  # [5, tensors] int64: param, exp_avg, exp_avg_sq, max_exp_avg_sq, master
+    grad_ptr,  # [tensors] int64
+    scalars_ptr,  # [10, tensors] fp32, from adam_prologue_kernel
+    tensors,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    AMSGRAD: tl.constexpr,  # dtype of max_exp_avg_sq, or None
+    MASTER: tl.constexpr,  # whether there are fp32 masters
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adam on one chunk. Addresses and length decide here whether 16-byte accesses are allowed."""
+    tensor, start, limit = _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK)
+    if tl.load(scalars_ptr + 9 * tensors + tensor) == 0.0:
+        return
+    grad = tl.load(grad_ptr + tensor)
+    param = tl.load(address_ptr + tensor)
+    exp_avg = tl.load(address_ptr + tensors + tensor)
+    exp_avg_sq = tl.load(address_ptr + 2 * tensors + tensor)
+    maximum = tl.load(address_ptr + 3 * tensors + tensor)
+    master = tl.load(address_ptr + 4 * tensors + tensor)
+    MAXIMUM: tl.constexpr = EXP_AVG_SQ if AMSGRAD is None else AMSGRAD
+    scalars = scalars_ptr + tensor
+    bits = grad | param | exp_avg | exp_avg_sq | maximum | master | limit
+    if bits % 16 == 0:
+        _update_chunk(
+            _at(grad, start, GRAD, True),
+            _at(param, start, PARAM, True),
+            _at(exp_avg, start, EXP_AVG, True),
+            _at(exp_avg_sq, start, EXP_AVG_SQ, True),
+            _at(maximum, start, MAXIMUM, True),
+            _at(master, start, tl.float32, True),
+            tl.multiple_of(limit, 16),
+            scalars,
+            tensors,
+            AMSGRAD is not None,
+            MASTER,
+            CHUNK,
+            BLOCK,
+        )
+    else:
+        _update_chunk(
+            _at(grad, start, GRAD, False),
+            _at(param, start, PARAM, False),
+            _at(exp_avg, start, EXP_AVG, False),
+            _at(exp_avg_sq, start, EXP_AVG_SQ, False),
+            _at(maximum, start, MAXIMUM, False),
+            _at(master, start, tl.float32, False),
+            limit,
+            scalars,
+            tensors,
+            AMSGRAD is not None,
+            MASTER,
+            CHUNK,
+            BLOCK,
+        )
+
+
+@triton.jit
+def _chunk_sum_squares(grad, limit, factor, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = _load(grad, at, at < limit) * factor
+        total += g * g
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _count_nonfinite(grad, limit, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        count += (tl.abs(_load(grad, at, at < limit)) < float("inf")).to(tl.int32)
+    return CHUNK - tl.sum(count, axis=0)
+
+
+@triton.jit
+def grad_norm_kernel(
+    owner_ptr,  # [chunks] int64
+    first_ptr,  # [tensors] int64
+    numel_ptr,  # [tensors] int64
+    grad_ptr,  # [tensors] int64
+    partial_ptr,  # [chunks] fp32, written: sum of squares of each chunk
+    grad_scale_ptr,  # [1] fp32 or None
+    found_inf_ptr,  # [1] fp32 or None; set to 1 where a gradient is inf or NaN, left alone elsewhere
+    GRAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum of squares of one chunk. Its sum tells whether anything is not finite, and only then are elements looked at."""
+    tensor, start, limit = _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK)
+    address = tl.load(grad_ptr + tensor)
+    factor = 1.0
+    if grad_scale_ptr is not None:
+        factor = 1.0 / tl.load(grad_scale_ptr)
+    if (address | limit) % 16 == 0:
+        total = _chunk_sum_squares(_at(address, start, GRAD, True), tl.multiple_of(limit, 16), factor, CHUNK, BLOCK)
+    else:
+        total = _chunk_sum_squares(_at(address, start, GRAD, False), limit, factor, CHUNK, BLOCK)
+    tl.store(partial_ptr + tl.program_id(0), total)
+    if found_inf_ptr is not None:
+        if not (total < float("inf")):  # finite gradients can overflow their squares
+            if _count_nonfinite(_at(address, start, GRAD, False), limit, CHUNK, BLOCK) > 0:
+                tl.store(found_inf_ptr, 1.0)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def grad_norm_finish_kernel(partial_ptr, norm_ptr, chunks, BLOCK: tl.constexpr):
+    """Square root of the sum of all partial sums, in fp64, by one program in a fixed order."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, chunks, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(partial_ptr + at, mask=at < chunks, other=0.0).to(tl.float64)
+    tl.store(norm_ptr, tl.sqrt(tl.sum(total, axis=0)).to(tl.float32))
+
+
+@triton.jit
+def _scale_chunk(grad, limit, coef, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, CHUNK, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        _store(grad, at, _load(grad, at, at < limit) * coef, at < limit)
+
+
+@triton.jit
+def scale_kernel(
+    owner_ptr,  # [chunks] int64
+    first_ptr,  # [tensors] int64
+    numel_ptr,  # [tensors] int64
+    grad_ptr,  # [tensors] int64
+    coef_ptr,  # [1] fp32
+    GRAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply one chunk in place; a coefficient of one touches nothing."""
+    coef = tl.load(coef_ptr).to(tl.float32)
+    if coef == 1.0:
+        return
+    tensor, start, limit = _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK)
+    address = tl.load(grad_ptr + tensor)
+    if (address | limit) % 16 == 0:
+        _scale_chunk(_at(address, start, GRAD, True), tl.multiple_of(limit, 16), coef, CHUNK, BLOCK)
+    else:
+        _scale_chunk(_at(address, start, GRAD, False), limit, coef, CHUNK, BLOCK)
+
+
+@triton.jit(do_not_specialize=[f"v{i}" for i in range(16)])
+def upload_kernel(out_ptr, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
+    """Write sixteen int64 given by value: a table that a CUDA graph can record."""
+    values = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
+    for i in tl.static_range(16):
+        tl.store(out_ptr + i, values[i].to(tl.int64))
