@@ -19,7 +19,8 @@ NAME = "triton"
 # fp64 is left to plain torch: the kernels' arithmetic is fp32. A row's columns are counted in 32 bits.
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NORM = Limits(_FLOATS, max_hidden=2**20, min_capability=(7, 5))
-LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM}
+_ADAM = Limits(_FLOATS, min_capability=(7, 5), traceable=False)
+LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM, "adam": _ADAM, "adamw": _ADAM}
 
 _HOMES = {
     "layer_norm_fwd": "norm",

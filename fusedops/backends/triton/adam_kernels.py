@@ -25,10 +25,10 @@ def _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK: tl.constexpr):
 @triton.jit
 def _at(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
     """An address of the tables as a pointer to the chunk's first element; `VECTOR` promises 16-byte alignment."""
-    pointer = address.to(tl.pointer_type(DTYPE)) + start
+    pointer = address.to(tl.pointer_type(DTYPE))
     if VECTOR:
         pointer = tl.multiple_of(pointer, 16)
-    return pointer
+    return pointer + start
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _store(pointer, offsets, value, mask):
 @triton.jit(do_not_specialize=["tensors"])
 def adam_prologue_kernel(
     hyper_ptr,  # [9, groups] fp64: lr, 1 - beta1, ln beta1, beta2, ln beta2, eps, weight_decay, decoupled, sign
-    lr_ptr,  # [2, groups] int64: address of a device lr or 0, 1 where it is fp64
+    lr_ptr,  # [2, groups] int64: address and bytes (4 or 8) of a device lr, else 0
     group_ptr,  # [tensors] int64
     step_ptr,  # [tensors] int64: addresses of fp32 step counters
     grad_ptr,  # [tensors] int64: 0 where a tensor has no gradient
@@ -62,17 +62,16 @@ def adam_prologue_kernel(
     inside = tensor < tensors
     active = tl.load(grad_ptr + tensor, mask=inside, other=0) != 0
     if found_inf_ptr is not None:
-        active = active & (tl.load(found_inf_ptr) == 0.0)
+        active = active & (tl.load(found_inf_ptr + tl.zeros_like(tensor)) == 0.0)
 
     group = tl.load(group_ptr + tensor, mask=inside, other=0)
     hyper = hyper_ptr + group
     lr = tl.load(hyper)
     lr_address = tl.load(lr_ptr + group)
-    lr_is_double = tl.load(lr_ptr + groups + group) != 0
-    on_device = lr_address != 0
-    lr_single = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=on_device & ~lr_is_double, other=0.0)
-    lr_double = tl.load(lr_address.to(tl.pointer_type(tl.float64)), mask=on_device & lr_is_double, other=0.0)
-    lr = tl.where(on_device, tl.where(lr_is_double, lr_double, lr_single.to(tl.float64)), lr)
+    lr_bytes = tl.load(lr_ptr + groups + group)
+    lr_single = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=lr_bytes == 4, other=0.0)
+    lr_double = tl.load(lr_address.to(tl.pointer_type(tl.float64)), mask=lr_bytes == 8, other=0.0)
+    lr = tl.where(lr_bytes == 4, lr_single.to(tl.float64), tl.where(lr_bytes == 8, lr_double, lr))
     beta1_weight = tl.load(hyper + groups)
     log_beta1 = tl.load(hyper + 2 * groups)
     beta2 = tl.load(hyper + 3 * groups)
@@ -84,7 +83,7 @@ def adam_prologue_kernel(
     if grad_scale_ptr is not None:
         factor = factor / tl.load(grad_scale_ptr).to(tl.float64)
     if grad_norm_ptr is not None:
-        clip = max_grad_norm.to(tl.float64) / (tl.load(grad_norm_ptr).to(tl.float64) + 1e-6)
+        clip = max_grad_norm / (tl.load(grad_norm_ptr).to(tl.float64) + 1e-6)
         factor = factor * tl.where(clip >= 1.0, 1.0, clip)  # a NaN norm reaches the gradients
 
     step_address = tl.load(step_ptr + tensor, mask=active, other=0).to(tl.pointer_type(tl.float32))
@@ -194,7 +193,7 @@ def adam_kernel(
             _at(exp_avg_sq, start, EXP_AVG_SQ, True),
             _at(maximum, start, MAXIMUM, True),
             _at(master, start, tl.float32, True),
-            tl.multiple_of(limit, 16),
+            limit // 16 * 16,
             scalars,
             tensors,
             AMSGRAD is not None,
@@ -252,21 +251,23 @@ def grad_norm_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of squares of one chunk. Its sum tells whether anything is not finite, and only then are elements looked at."""
+    """Sum of squares of one chunk. Only where that is not finite are single elements looked at."""
     tensor, start, limit = _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK)
     address = tl.load(grad_ptr + tensor)
     factor = 1.0
     if grad_scale_ptr is not None:
         factor = 1.0 / tl.load(grad_scale_ptr)
     if (address | limit) % 16 == 0:
-        total = _chunk_sum_squares(_at(address, start, GRAD, True), tl.multiple_of(limit, 16), factor, CHUNK, BLOCK)
+        total = _chunk_sum_squares(_at(address, start, GRAD, True), limit // 16 * 16, factor, CHUNK, BLOCK)
     else:
         total = _chunk_sum_squares(_at(address, start, GRAD, False), limit, factor, CHUNK, BLOCK)
     tl.store(partial_ptr + tl.program_id(0), total)
     if found_inf_ptr is not None:
-        if not (total < float("inf")):  # finite gradients can overflow their squares
-            if _count_nonfinite(_at(address, start, GRAD, False), limit, CHUNK, BLOCK) > 0:
-                tl.store(found_inf_ptr, 1.0)
+        nonfinite = 0
+        if not (total < float("inf")):  # finite gradients too can have squares that overflow
+            nonfinite = _count_nonfinite(_at(address, start, GRAD, False), limit, CHUNK, BLOCK)
+        if nonfinite > 0:
+            tl.store(found_inf_ptr, 1.0)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -304,14 +305,32 @@ def scale_kernel(
     tensor, start, limit = _chunk(owner_ptr, first_ptr, numel_ptr, CHUNK)
     address = tl.load(grad_ptr + tensor)
     if (address | limit) % 16 == 0:
-        _scale_chunk(_at(address, start, GRAD, True), tl.multiple_of(limit, 16), coef, CHUNK, BLOCK)
+        _scale_chunk(_at(address, start, GRAD, True), limit // 16 * 16, coef, CHUNK, BLOCK)
     else:
         _scale_chunk(_at(address, start, GRAD, False), limit, coef, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=[f"v{i}" for i in range(16)])
-def upload_kernel(out_ptr, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
-    """Write sixteen int64 given by value: a table that a CUDA graph can record."""
+def upload_kernel(
+    out_ptr,  # [16] int64
+    v0: tl.int64,
+    v1: tl.int64,
+    v2: tl.int64,
+    v3: tl.int64,
+    v4: tl.int64,
+    v5: tl.int64,
+    v6: tl.int64,
+    v7: tl.int64,
+    v8: tl.int64,
+    v9: tl.int64,
+    v10: tl.int64,
+    v11: tl.int64,
+    v12: tl.int64,
+    v13: tl.int64,
+    v14: tl.int64,
+    v15: tl.int64,
+):
+    """Write sixteen values given as arguments, which a CUDA graph records with the launch."""
     values = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
     for i in tl.static_range(16):
-        tl.store(out_ptr + i, values[i].to(tl.int64))
+        tl.store(out_ptr + i, values[i])

@@ -1,0 +1,100 @@
+"""Lists of tensors as tables in device memory, for kernels that serve many tensors in one launch.
+
+A table is never written again: what changes gets a new one, so a kernel that still waits on the stream reads what it
+was launched with. The allocator keeps the order of reuse on one stream; tables are made anew for another stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import adam_kernels as kernels
+from .launch import launch
+
+CHUNK = 8192  # elements a program works on: 20 KiB to 230 KiB of traffic, and a 124M-parameter model is 15,000 programs
+# A tensor without elements has no address, yet takes part: any address but null will do, nothing is read there.
+NO_ELEMENTS = 16
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream, 0 on the CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Tell whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
+    """Return a device tensor of int64 values, in stream order and without waiting.
+
+    The pinned staging buffer belongs to torch's host allocator, which reuses it only once the copy is done. While a
+    graph is captured there is none: values travel as kernel arguments, so that replays write them again.
+    """
+    host = torch.as_tensor(values, dtype=torch.int64)
+    if device.type != "cuda":
+        return host
+    if not capturing(device):
+        return host.pin_memory().to(device, non_blocking=True)
+    table = torch.empty(triton.cdiv(host.numel(), 16) * 16, dtype=torch.int64, device=device)
+    flat = host.flatten().tolist()
+    flat += [0] * (table.numel() - len(flat))
+    for start in range(0, len(flat), 16):
+        launch(kernels.upload_kernel, (1,), device, (table[start:], *flat[start : start + 16]), {}, 1)
+    return table[: host.numel()].view(host.shape)
+
+
+class Chunks(NamedTuple):
+    """The programs of one launch: `owner` [programs] has each one's tensor, `first` [tensors] each tensor's first."""
+
+    owner: Tensor
+    first: Tensor
+    programs: int
+
+
+def make_chunks(numels: Sequence[int], chosen: Sequence[int], device: torch.device) -> Chunks:
+    """Cut the `chosen` of all tensors into chunks; the other tensors get none."""
+    counts = [0] * len(numels)
+    for i in chosen:
+        counts[i] = triton.cdiv(numels[i], CHUNK)
+    total = sum(counts)
+    uploaded = upload(counts, device)
+    owner = torch.repeat_interleave(torch.arange(len(numels), device=device), uploaded, output_size=total)
+    return Chunks(owner, torch.cumsum(uploaded, 0) - uploaded, total)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor's elements lie, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr() or NO_ELEMENTS
+
+
+def memory_layout(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides in which to walk a tensor's memory: its own where it fills it without gaps, else row-major."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def lies_like(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Tell whether a tensor's elements follow each other in memory as `strides` say."""
+    if tensor.stride() == strides:
+        return True
+    return tensor.numel() == 0 or all(
+        size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+
+
+def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the tensor, or a copy of it, with its elements in the order of `strides`."""
+    if lies_like(tensor, strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
