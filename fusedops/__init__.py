@@ -14,9 +14,11 @@ from .dispatch import explain, use_backend
 from .errors import FallbackWarning, UnsupportedError
 from .ops import layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
+from .patch import PatchReport, patch, patched, unpatch
 
 __all__ = [
     "FallbackWarning",
+    "PatchReport",
     "UnsupportedError",
     "amp",
     "backends",
@@ -25,8 +27,11 @@ __all__ = [
     "layer_norm",
     "nn",
     "optim",
+    "patch",
+    "patched",
     "report",
     "rms_norm",
+    "unpatch",
     "use_backend",
 ]
 __version__ = "0.1.0"
