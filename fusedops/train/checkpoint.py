@@ -1,0 +1,229 @@
+"""Checkpoints: one folder a step, holding tensors (safetensors) and everything else (JSON). No pickle.
+
+A folder is written under a temporary name, flushed to disk, then renamed: it exists whole or not at all. The JSON
+holds the SHA-256 of the tensor file, so a torn or edited pair is noticed. Loading checks everything before the first
+copy: a refused checkpoint leaves the run as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FORMAT = "fusedops-train-checkpoint"
+VERSION = 1
+TENSORS, META = "tensors.safetensors", "checkpoint.json"
+
+
+class CheckpointError(ValueError):
+    """The checkpoint cannot be used; the message names the file and what was wrong."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    identity: dict[str, Any],
+) -> Path:
+    """Write `folder`/step-<step> atomically, then remove the older ones.
+
+    Args:
+        folder: where the checkpoints of this run live.
+        step: number of steps done.
+        model: saved with the random states of the CPU and of the GPU it is on.
+        optimizer: its state dict is saved.
+        scaler: its state dict is saved.
+        identity: JSON values that must be the same when loading (configuration, data fingerprint).
+
+    Returns:
+        The folder written.
+    """
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    tensors |= {f"rng.{name}": state for name, state in _rng_states(model).items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    state = optimizer.state_dict()
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            else:
+                scalars.setdefault(str(index), {})[key] = value
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step-{step:08d}"
+    temporary = folder / f"tmp-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary / TENSORS)
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "identity": identity,
+        "optimizer": {"param_groups": state["param_groups"], "scalars": scalars},
+        "scaler": scaler.state_dict(),
+        "tensors_sha256": _sha256(temporary / TENSORS),
+    }
+    (temporary / META).write_text(json.dumps(meta, indent=1))
+    for path in (temporary / TENSORS, temporary / META, temporary):
+        _flush(path)
+
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+    _flush(folder)
+    for old in folder.glob("step-*"):
+        if old != target:
+            shutil.rmtree(old)
+    return target
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, or None."""
+    return max(folder.glob("step-*"), default=None)
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    identity: dict[str, Any],
+) -> int:
+    """Check the checkpoint at `path` against this run, then copy it in.
+
+    Returns:
+        The number of steps done.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, changed, foreign, or belongs to another run.
+    """
+    meta = _read_meta(path)
+    for name, expected in identity.items():
+        found = meta["identity"].get(name)
+        if found != expected:
+            raise CheckpointError(f"{path}: belongs to another run: {name} is {found!r}, expected {expected!r}")
+    tensors = _read_tensors(path, meta)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "rng": {}}
+    for name, value in tensors.items():
+        part, _, rest = name.partition(".")
+        if part not in parts:
+            raise CheckpointError(f"{path / TENSORS}: unexpected tensor {name!r}")
+        parts[part][rest] = value
+    _check_same(path, "model", parts["model"], model.state_dict())
+    _check_same(path, "rng", parts["rng"], _rng_states(model))
+    optimizer_state = _optimizer_state(path, meta, parts["optimizer"], optimizer)
+
+    optimizer.load_state_dict(optimizer_state)
+    scaler.load_state_dict(meta["scaler"])
+    model.load_state_dict(parts["model"])
+    torch.set_rng_state(parts["rng"].pop("cpu"))
+    for device, rng in parts["rng"].items():
+        torch.cuda.set_rng_state(rng, device)
+    return int(meta["step"])
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    file = path / META
+    try:
+        meta = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: no checkpoint to be read here ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error}); the file is damaged") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: not a checkpoint of `fusedops train` (no format: {FORMAT!r})")
+    if meta.get("version") != VERSION:
+        raise CheckpointError(f"{file}: checkpoint version {meta.get('version')!r}, expected {VERSION}")
+    missing = {"step", "identity", "optimizer", "scaler", "tensors_sha256"} - meta.keys()
+    if missing:
+        raise CheckpointError(f"{file}: damaged, {', '.join(sorted(missing))} missing")
+    return meta
+
+
+def _read_tensors(path: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
+    file = path / TENSORS
+    try:
+        if _sha256(file) != meta["tensors_sha256"]:
+            raise CheckpointError(f"{file}: truncated or changed, its SHA-256 is not the one in {META}")
+        return load_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
+
+
+def _check_same(path: Path, part: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Names, shapes and dtypes must be equal."""
+    odd = sorted(found.keys() ^ expected.keys())
+    if odd:
+        raise CheckpointError(f"{path}: {part} tensors do not match this run: {', '.join(odd[:3])} on one side only")
+    for name, value in expected.items():
+        got = found[name]
+        if got.shape != value.shape or got.dtype != value.dtype:
+            is_, expected_ = (f"{tuple(t.shape)} {t.dtype}" for t in (got, value))
+            raise CheckpointError(f"{path}: {part} tensor {name} is {is_}, expected {expected_}")
+
+
+def _optimizer_state(
+    path: Path, meta: dict[str, Any], tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """The optimizer's state dict, checked against its parameters."""
+    groups = meta["optimizer"]["param_groups"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own_groups = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
+        raise CheckpointError(f"{path}: the optimizer's parameter groups do not match this run's")
+    for group in groups:
+        group["betas"] = tuple(group["betas"])  # JSON has no tuples
+
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in tensors.items():
+        index, _, key = name.partition(".")
+        param = params[int(index)] if index.isdecimal() and int(index) < len(params) else None
+        if param is None or (value.dim() > 0 and value.shape != param.shape):
+            raise CheckpointError(f"{path}: optimizer tensor {name} {tuple(value.shape)} fits no parameter of this run")
+        state.setdefault(int(index), {})[key] = value
+    for index, values in meta["optimizer"]["scalars"].items():
+        state.setdefault(int(index), {}).update(values)
+    for number in range(len(params)):
+        missing = {"step", "exp_avg", "exp_avg_sq"} - state.get(number, {}).keys()
+        if missing:
+            raise CheckpointError(f"{path}: optimizer state of parameter {number} lacks {', '.join(sorted(missing))}")
+    return {"state": state, "param_groups": groups}
+
+
+def _rng_states(model: nn.Module) -> dict[str, Tensor]:
+    """Random states by device name, of the CPU and of the GPU that the model is on."""
+    states = {"cpu": torch.get_rng_state()}
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Ask the system to put a file, or a folder's list of names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
