@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def training_batch(corpus: Corpus, seed: int, step: int, batch: int, seq: int) -
 
     A resumed run therefore sees what the uninterrupted one would have, with no state to save.
     """
-    generator = torch.Generator().manual_seed((seed << 32) + step)
-    starts = torch.randint(len(corpus.train) - seq, (batch,), generator=generator)
+    # Not torch's generator: it keeps 32 bits of its seed, too few for both numbers. A string seed is hashed whole.
+    generator = random.Random(f"{seed} {step}")
+    starts = torch.tensor([generator.randrange(len(corpus.train) - seq) for _ in range(batch)])
     return _windows(corpus.train, starts, seq)
 
 
