@@ -1,0 +1,240 @@
+"""Speed of every op of a family, from its record alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import testing
+from ..config import BACKENDS
+from ..errors import UnsupportedError
+from ..registry import OPS, Case, OpSpec, Sample, short
+from . import peers, timing
+from .peers import NotServed
+from .records import Record, speed
+
+DIRECTIONS = ("fwd", "bwd")
+# Dtype of the input and of every parameter; under amp both differ.
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "amp": (torch.bfloat16, torch.float32),
+}
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288)
+QUICK_WIDTHS = (1024, 4096)
+# Input and output of a default shape together: on a GPU well beyond its cache.
+_LEAST_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
+_PARITY_ELEMENTS = 1 << 19  # judged element by element in float64 on the CPU; larger samples repeat these rows
+_HOST_ROWS = 4
+# Of the norm of each tensor. Other packages round as they please (some sum gradients in 16 bits); they must compute the
+# same function.
+_PEER_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run; see ``fusedops bench --help``."""
+
+    device: torch.device
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[str]
+    directions: Sequence[str]
+    backends: Sequence[str]
+    peers: Sequence[str]
+    repeats: int
+    energy: bool
+
+
+def families() -> dict[str, list[str]]:
+    """Return the names of the ops of each family."""
+    found: dict[str, list[str]] = {}
+    for spec in OPS.values():
+        found.setdefault(spec.family, []).append(spec.name)
+    return found
+
+
+def default_shapes(device: torch.device, quick: bool) -> list[tuple[int, int]]:
+    """Return (rows, hidden) of each width, rows a power of two that makes the bf16 input and output large enough."""
+    least = _LEAST_BYTES.get(device.type, _LEAST_BYTES["cpu"])
+    widths = QUICK_WIDTHS if quick else WIDTHS
+    return [(1 << (math.ceil(least / 4 / hidden) - 1).bit_length(), hidden) for hidden in widths]
+
+
+def run(names: Sequence[str], options: Options) -> Iterator[Record]:
+    """Yield a record for each op, dtype, shape, contender and direction.
+
+    A contender that computes something else has ``status`` ``"FAIL"``, one that can't run ``"n/a"``; both have the
+    reason and no time.
+    """
+    for name in names:
+        for dtypes in options.dtypes:
+            for shape in options.shapes:
+                with timing.side_stream(options.device):
+                    yield from _run_shape(OPS[name], dtypes, shape, options)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """One op, dtype and shape: what all contenders share."""
+
+    spec: OpSpec
+    case: Case
+    sample: Sample
+    grad: Tensor
+    tiny: Sample
+    tiny_grad: Tensor
+
+
+def _run_shape(spec: OpSpec, dtypes: str, shape: tuple[int, ...], options: Options) -> Iterator[Record]:
+    bench = _make(spec, dtypes, shape, options.device)
+    contenders: dict[str, Callable[[], peers.Function]] = {
+        name: partial(_ours, spec, name) for name in options.backends
+    }
+    contenders |= {name: partial(peers.OPS[name], spec.name, dtypes == "amp") for name in options.peers}
+    truth = _truth(bench)
+    head = {
+        "family": spec.family,
+        "op": spec.name,
+        "shape": list(shape),
+        "dtype": dtypes,
+        "dtypes": {name: short(dtype) for name, dtype in bench.case.dtypes.items()},
+    }
+    for name, load in contenders.items():
+        found: dict[str, Record]
+        try:
+            found = _contend(bench, load(), truth, name, options)
+        except (UnsupportedError, NotServed, ImportError, torch.OutOfMemoryError) as error:
+            found = {key: {"status": "n/a", "reason": _first_line(error)} for key in options.directions}
+        except Exception as error:  # whatever a package raises is a result of this run, not its end
+            found = {key: {"status": "FAIL", "reason": _first_line(error)} for key in options.directions}
+        for direction, record in found.items():
+            yield {**head, "backend": name, "ours": name in options.backends, "direction": direction, **record}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _ours(spec: OpSpec, backend: str) -> peers.Function:
+    return partial(spec.function, backend=backend)
+
+
+def _make(spec: OpSpec, dtypes: str, shape: tuple[int, ...], device: torch.device) -> _Bench:
+    input, others = DTYPES[dtypes]
+    hidden = shape[-1]
+    rows = min(shape[0], max(_HOST_ROWS, _PARITY_ELEMENTS // math.prod(shape[1:])))
+    kinds = {name: input if name == "input" else others for name in spec.grads}
+    case = Case((rows, *shape[1:]), 1, kinds)
+    sample = testing.make_sample(spec, case, str(device))
+    grad = testing.make_grad(case, spec.reference(**sample.kwargs).detach())
+    tiny_case = Case((_HOST_ROWS, hidden), 1, kinds)
+    tiny = testing.make_sample(spec, tiny_case, str(device))
+    tiny_grad = testing.make_grad(tiny_case, spec.reference(**tiny.kwargs).detach())
+    return _Bench(spec, case, *_enlarge(sample, grad, shape[0]), tiny, tiny_grad)
+
+
+def _enlarge(sample: Sample, grad: Tensor, rows: int) -> tuple[Sample, Tensor]:
+    """Draw ``rows`` rows at random from those of the sample; making as many new ones takes longer than timing them."""
+    before = sample.kwargs["input"].shape[0]
+    if rows == before:
+        return sample, grad
+    index = torch.randint(before, (rows,), device=grad.device)
+    index[:before] = torch.arange(before, device=grad.device)
+    kwargs = {
+        name: value.detach()[index].requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and name not in sample.grads[1:]
+        else value
+        for name, value in sample.kwargs.items()
+    }
+    return Sample(kwargs, sample.grads), grad[index[torch.randperm(rows, device=grad.device)]]
+
+
+def _truth(bench: _Bench) -> dict[str, Tensor]:
+    """Compute everything in float64 on the device, at the full size."""
+    kwargs: dict[str, Any] = {**bench.sample.kwargs, **bench.spec.defaults(bench.sample.kwargs)}
+    for name in bench.sample.grads:
+        kwargs[name] = kwargs[name].detach().double().requires_grad_()
+    return testing.run(bench.spec.reference, Sample(kwargs, bench.sample.grads), lambda _: bench.grad.double())
+
+
+def _contend(
+    bench: _Bench, function: peers.Function, truth: dict[str, Tensor], name: str, options: Options
+) -> dict[str, Record]:
+    """Judge a contender, then time the directions that passed."""
+    problems = _problems(bench, function, truth, name if name in options.backends else None)
+    found: dict[str, Record] = {}
+    for direction in options.directions:
+        # A backward pass that starts from a wrong forward pass proves nothing.
+        wrong = [text for part, text in problems.items() if direction == "bwd" or part == "output"]
+        found[direction] = {"status": "FAIL", "reason": "; ".join(wrong)} if wrong else {
+            "status": "ok", **_time(bench, function, direction, options)
+        }  # fmt: skip
+    return found
+
+
+def _problems(bench: _Bench, function: peers.Function, truth: dict[str, Tensor], backend: str | None) -> dict[str, str]:
+    """Return what is wrong, by tensor: at full size by norm, and for our own backends element by element."""
+    problems = {}
+    results = testing.run(function, bench.sample, lambda _: bench.grad)
+    for part, got in results.items():
+        want = truth[part]
+        if got.shape != want.shape:
+            problems[part] = f"{part} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+            continue
+        error = float((got.double() - want).norm() / want.norm())
+        if not error <= _PEER_ERROR[bench.case.dtypes["input"]]:
+            problems[part] = f"{part} is off by {error:.1e} of its norm"
+    if backend is not None and not problems:
+        case = bench.case
+        sample = testing.make_sample(bench.spec, case, str(bench.grad.device))
+        grad = testing.make_grad(case, bench.spec.reference(**sample.kwargs).detach())
+        results = testing.run(function, sample, lambda _: grad)
+        outcome = testing.judge(bench.spec, case, sample, grad, results, backend=backend)
+        problems = {c.name: str(c) for c in outcome.comparisons if not c.passed}
+    return problems
+
+
+def _time(bench: _Bench, function: peers.Function, direction: str, options: Options) -> Record:
+    device, sample = options.device, bench.sample
+    call = _call(function, sample, bench.grad, direction)
+    prepared = timing.prepare(call, device)
+    took = timing.measure(prepared, options.repeats)
+    total = bench.spec.bytes_moved(sample, direction)
+    record = {
+        "median_us": round(took.median, 2),
+        "q1_us": round(took.q1, 2),
+        "q3_us": round(took.q3, 2),
+        "repeats": took.repeats,
+        "timer": prepared.timer,
+        **speed(took.median, total, timing.copy_time(total, device, options.repeats)),
+        "host_us": round(timing.host_time(_call(function, bench.tiny, bench.tiny_grad, direction), device), 2),
+        "peak_memory_bytes": timing.peak_memory(call, device),
+    }
+    if options.energy:
+        millijoules = timing.energy(prepared)
+        record["energy_mj"] = "n/a" if millijoules is None else round(millijoules, 3)
+    return record
+
+
+def _call(function: peers.Function, sample: Sample, grad: Tensor, direction: str) -> timing.Call:
+    """Return one pass as a call of no arguments; backward alone, over one graph kept from a forward pass."""
+    if direction == "fwd":
+        return lambda: function(**sample.kwargs)
+    output = function(**sample.kwargs)
+    inputs = [sample.kwargs[name] for name in sample.grads]
+    return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+
+def usable_backends(device: torch.device) -> list[str]:
+    """Return the backends that can run on a device."""
+    from ..backends import backends
+
+    found = backends(device.type)
+    return [name for name in BACKENDS if found[name] is None]

@@ -1,0 +1,158 @@
+"""`fusedops bench`: parity before time, valid records, charts."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import fusedops
+from fusedops import dispatch
+from fusedops.backends import reference
+from fusedops.bench import ops, optimizers, peers, records, report, timing
+from fusedops.cli import main
+
+NORM = ["bench", "norm", "--device", "cpu", "--shape", "64x32", "--repeat", "3", "--backend", "reference"]
+ADAM = ["bench", "adam", "--device", "cpu", "--model", "3x40", "--repeat", "3", "--backend", "reference"]
+TIMES = {"median_us", "q1_us", "q3_us", "gbps", "percent_of_copy", "copy_us", "host_us", "bytes", "timer"}
+FACTS = {"gpu", "commit", "dirty", "driver", "torch", "triton", "cuda", "date", "version", "threads"}
+CPU = torch.device("cpu")
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "bench.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Return a function that puts a wrong implementation in the place of the reference backend's."""
+    right = reference.implementation
+
+    def plant(op, wrong):
+        monkeypatch.setattr(
+            reference, "implementation", lambda call: partial(wrong, right(call)) if call.op == op else right(call)
+        )
+        dispatch.cache.clear()
+
+    yield plant
+    dispatch.cache.clear()
+
+
+def test_norm_times_every_cell_beside_torch(tmp_path, capsys):
+    assert main([*NORM, "--vs", "torch,liger", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path)
+    measured = [r for r in found if r["backend"] != "liger"]
+    assert len(measured) == 2 * 3 * 2 * 2  # ops, dtypes, contenders, directions
+    assert all(r["status"] == "ok" and r.keys() >= TIMES | FACTS and r["timer"] == "wall" for r in measured)
+    assert {r["dtype"] for r in measured} == {"bf16", "amp", "fp32"}
+    shown = capsys.readouterr().out
+    assert "n/a: layer_norm bf16 liger" in shown
+    assert shown.splitlines()[-1].startswith(str(tmp_path))
+    assert {path.name for path in tmp_path.glob("*.png")} == {"layer_norm.png", "rms_norm.png"}
+
+
+def test_adam_times_every_config_beside_torch(tmp_path):
+    assert main([*ADAM, "--clip", "--vs", "torch,foreach", "--out", str(tmp_path)]) == 0
+    found = read(tmp_path)
+    by_cell = {(r["dtype"], r["backend"]): r for r in found}
+    assert by_cell["bf16-master", "torch"]["status"] == "n/a"
+    assert by_cell["fp32", "reference"]["bytes"] == 3 * 40 * 32
+    assert all(r.keys() >= TIMES | FACTS | {"wall_us"} for r in found if r["status"] == "ok")
+
+
+def test_a_wrong_kernel_gets_fail_and_no_time(tmp_path, capsys, plant):
+    plant("layer_norm", lambda right, *args: right(*args) * 1.001)
+    assert main([*NORM, "--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]) == 1
+    wrong = [r for r in read(tmp_path) if (r["op"], r["backend"]) == ("layer_norm", "reference")]
+    assert [r["status"] for r in wrong] == ["FAIL", "FAIL"]
+    assert not any(r.keys() & TIMES for r in wrong)
+    assert "FAIL: layer_norm fp32 reference fwd 64x32: output" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_fails_backward_alone(tmp_path, plant):
+    def wrong(right, x, shape, weight, *rest):
+        return right(x, shape, weight.detach() + 0.5 * (weight - weight.detach()), *rest)
+
+    plant("rms_norm", wrong)
+    assert main([*NORM, "--op", "rms_norm", "--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]) == 1
+    statuses = {r["direction"]: r["status"] for r in read(tmp_path) if r["backend"] == "reference"}
+    assert statuses == {"fwd": "ok", "bwd": "FAIL"}
+
+
+def test_an_optimizer_that_does_nothing_fails(tmp_path, monkeypatch):
+    real = fusedops.optim.AdamW.step
+    calls = []
+
+    def lazy(self, closure=None):
+        calls.append(1)
+        return real(self, closure) if len(calls) == 1 else None
+
+    monkeypatch.setattr(fusedops.optim.AdamW, "step", lazy)
+    assert main([*ADAM, "--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]) == 1
+    assert {r["backend"]: r["status"] for r in read(tmp_path)} == {"reference": "FAIL", "torch": "ok"}
+
+
+def test_append_and_plot(tmp_path):
+    results = tmp_path / "results" / "cpu.jsonl"
+    run = [*NORM, "--op", "rms_norm", "--dtype", "fp32", "--vs", "torch", "--append", str(results), "--commit", "abc"]
+    assert main([*run, "--out", str(tmp_path / "a")]) == 0
+    assert main([*run, "--out", str(tmp_path / "b")]) == 0
+    assert len(results.read_text().splitlines()) == 8
+    found = report.read_jsonl(results)
+    assert len(found) == 4
+    assert {(r["commit"], r["dirty"]) for r in found} == {("abc", None)}
+    assert main(["bench", "plot", str(results)]) == 0
+    assert (results.parent / "rms_norm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_refuses_a_foreign_file(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"op": "layer_norm"}\n')
+    assert main(["bench", "plot", str(tmp_path / "x.jsonl")]) == 2
+    assert "x.jsonl:1: expected a record" in capsys.readouterr().err
+
+
+def test_default_shapes_fill_the_gpu():
+    shapes = ops.default_shapes(torch.device("cuda"), quick=False)
+    assert (16384, 1024) in shapes
+    assert all(64 << 20 <= 4 * rows * hidden < 128 << 20 for rows, hidden in shapes)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "millions"), [("gpt2-124M", 148, 124), ("gpt2-355M", 292, 355), ("llama-1.1B", 201, 1100)]
+)
+def test_models_have_their_sizes(model, tensors, millions):
+    shapes = optimizers.model_shapes(model)
+    assert len(shapes) == tensors
+    assert sum(torch.Size(s).numel() for s in shapes) == pytest.approx(millions * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["gpt5", "0x4", "3x", "x3"])
+def test_unknown_models_are_refused(text):
+    with pytest.raises(ValueError, match="expected one of gpt2-124M"):
+        optimizers.model_shapes(text)
+
+
+def test_timing_on_a_cpu():
+    took = timing.measure(timing.prepare(lambda: torch.ones(8), CPU), 7)
+    assert took.repeats == 7
+    assert 0 < took.q1 <= took.median <= took.q3
+    assert timing.peak_memory(lambda: None, CPU) is None
+    assert timing.energy(timing.prepare(lambda: None, CPU)) is None
+
+
+def test_raw_kernels_of_a_peer_become_differentiable():
+    function = peers._raw(
+        lambda eps, x, w: (x * w, x), lambda eps, dy, x, w, saved: (dy * w, (dy * saved).sum(0)), cast_parameters=True
+    )
+    x, w = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, requires_grad=True)
+    dx, dw = torch.autograd.grad(function(input=x, normalized_shape=(4,), weight=w), [x, w], torch.ones_like(x))
+    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(dx, w.to(torch.bfloat16).expand(3, 4))
+
+
+def test_a_commit_is_found_or_told_but_never_made_up(monkeypatch):
+    monkeypatch.delenv("FUSEDOPS_COMMIT", raising=False)
+    monkeypatch.setattr(records, "_git", lambda: (None, None))
+    assert records.facts(CPU)["commit"] is None
+    monkeypatch.setenv("FUSEDOPS_COMMIT", "0123")
+    assert records.facts(CPU)["commit"] == "0123"
