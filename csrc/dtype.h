@@ -7,9 +7,12 @@ enum class DType : int { f32, f16, bf16, f64 };
 
 inline int size_of(DType dtype) {
   switch (dtype) {
-    case DType::f64: return 8;
-    case DType::f32: return 4;
-    default: return 2;
+    case DType::f64:
+      return 8;
+    case DType::f32:
+      return 4;
+    default:
+      return 2;
   }
 }
 

@@ -11,44 +11,44 @@ typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only
 namespace fusedops {
 
 struct NormFwd {
-  bool rms;             // RMSNorm: no mean is subtracted
+  bool rms;  // RMSNorm: no mean is subtracted
   int64_t rows;
   int64_t hidden;
-  const void* x;        // [rows, hidden]
-  int64_t x_stride;     // elements from one row to the next
+  const void* x;     // [rows, hidden]
+  int64_t x_stride;  // elements from one row to the next
   DType x_dtype;
-  const void* weight;   // [hidden] or null
+  const void* weight;  // [hidden] or null
   DType weight_dtype;
-  const void* bias;     // [hidden] or null
+  const void* bias;  // [hidden] or null
   DType bias_dtype;
   double eps;
   double weight_offset;
-  void* y;              // [rows, hidden]
+  void* y;  // [rows, hidden]
   DType y_dtype;
-  void* mean;           // [rows] or null; fp32, fp64 where x is
-  void* rstd;           // [rows] or null
+  void* mean;  // [rows] or null; fp32, fp64 where x is
+  void* rstd;  // [rows] or null
 };
 
 struct NormBwd {
   bool rms;
   int64_t rows;
   int64_t hidden;
-  const void* x;        // [rows, hidden]
+  const void* x;  // [rows, hidden]
   int64_t x_stride;
   DType x_dtype;
-  const void* dy;       // [rows, hidden]
+  const void* dy;  // [rows, hidden]
   int64_t dy_stride;
   DType dy_dtype;
-  const void* weight;   // [hidden] or null
+  const void* weight;  // [hidden] or null
   DType weight_dtype;
   double weight_offset;
-  const void* mean;     // [rows], null for RMSNorm
-  const void* rstd;     // [rows]
-  void* dx;             // [rows, hidden] or null where not wanted
-  void* dweight;        // [hidden] or null
-  void* dbias;          // [hidden] or null
-  DType dbias_dtype;    // dweight has the dtype of weight
-  void* workspace;      // norm_bwd_workspace() bytes, or null where that is 0
+  const void* mean;   // [rows], null for RMSNorm
+  const void* rstd;   // [rows]
+  void* dx;           // [rows, hidden] or null where not wanted
+  void* dweight;      // [hidden] or null
+  void* dbias;        // [hidden] or null
+  DType dbias_dtype;  // dweight has the dtype of weight
+  void* workspace;    // norm_bwd_workspace() bytes, or null where that is 0
 };
 
 namespace cpu {

@@ -24,10 +24,14 @@ namespace {
 
 DType dtype_code(const char* name, at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return DType::f32;
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    case at::kDouble: return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kDouble:
+      return DType::f64;
     default:
       TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": expected dtype float32, float16, bfloat16 or float64, got ", dtype);
   }
@@ -117,7 +121,9 @@ struct Param {
   const void* data() const { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
 };
 
-void* data_or_null(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+void* data_or_null(const Tensor& t) {
+  return t.defined() ? t.mutable_data_ptr() : nullptr;
+}
 
 // The current stream of the tensor's device, asked for without a CUDA header: the same source builds against any torch.
 [[maybe_unused]] cudaStream_t current_stream(c10::Device device) {
@@ -280,8 +286,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Norm norm, const Tensor& dy, const T
 
 Tensor layer_norm_kernel(const Tensor& input, at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                          const OptTensor& bias, double eps, OptDtype out_dtype) {
-  return std::get<0>(
-      forward(Norm::layer, input, normalized_shape, weight, bias, eps, 0.0, out_dtype, Stats::drop));
+  return std::get<0>(forward(Norm::layer, input, normalized_shape, weight, bias, eps, 0.0, out_dtype, Stats::drop));
 }
 
 Tensor rms_norm_kernel(const Tensor& input, at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
@@ -359,8 +364,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, at::SymIn
 }
 
 std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, at::SymIntArrayRef normalized_shape,
-                                        const OptTensor& weight, double eps, double weight_offset,
-                                        OptDtype out_dtype) {
+                                        const OptTensor& weight, double eps, double weight_offset, OptDtype out_dtype) {
   static const auto op = find_op<decltype(rms_norm_fwd)>("fusedops::rms_norm_fwd");
   return op.call(input, normalized_shape, weight, eps, weight_offset, out_dtype);
 }
@@ -382,8 +386,14 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& dy, const Tensor& input, a
 
 }  // namespace fusedops
 
-TORCH_LIBRARY_IMPL(fusedops, CPU, m) { fusedops::register_norms(m); }
-TORCH_LIBRARY_IMPL(fusedops, Meta, m) { fusedops::register_norms(m); }
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
+  fusedops::register_norms(m);
+}
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
+  fusedops::register_norms(m);
+}
 #ifdef FUSEDOPS_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusedops, CUDA, m) { fusedops::register_norms(m); }
+TORCH_LIBRARY_IMPL(fusedops, CUDA, m) {
+  fusedops::register_norms(m);
+}
 #endif

@@ -19,15 +19,19 @@ at::Tensor rms_norm(const at::Tensor& input, at::SymIntArrayRef normalized_shape
                     std::optional<at::ScalarType> out_dtype);
 
 // (y, mean, rstd)
-std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd(
-    const at::Tensor& input, at::SymIntArrayRef normalized_shape, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, double eps, std::optional<at::ScalarType> out_dtype);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_fwd(const at::Tensor& input,
+                                                              at::SymIntArrayRef normalized_shape,
+                                                              const std::optional<at::Tensor>& weight,
+                                                              const std::optional<at::Tensor>& bias, double eps,
+                                                              std::optional<at::ScalarType> out_dtype);
 
 // (dx, dweight, dbias), undefined where output_mask is false
-std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd(
-    const at::Tensor& dy, const at::Tensor& input, at::SymIntArrayRef normalized_shape,
-    const std::optional<at::Tensor>& weight, const at::Tensor& mean, const at::Tensor& rstd,
-    std::array<bool, 3> output_mask, std::optional<at::ScalarType> bias_dtype);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_bwd(const at::Tensor& dy, const at::Tensor& input,
+                                                              at::SymIntArrayRef normalized_shape,
+                                                              const std::optional<at::Tensor>& weight,
+                                                              const at::Tensor& mean, const at::Tensor& rstd,
+                                                              std::array<bool, 3> output_mask,
+                                                              std::optional<at::ScalarType> bias_dtype);
 
 // (y, rstd)
 std::tuple<at::Tensor, at::Tensor> rms_norm_fwd(const at::Tensor& input, at::SymIntArrayRef normalized_shape,

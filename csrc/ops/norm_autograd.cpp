@@ -1,5 +1,6 @@
 // Autograd of layer_norm and rms_norm. Forward saves input, weight and the statistics, and only where a gradient is
-// wanted; backward is one call of the backward op, or, under create_graph, the same formula in differentiable torch ops.
+// wanted; backward is one call of the backward op, or, under create_graph, the same formula in differentiable torch
+// ops.
 //
 //   x̂ = (x - mean)·rstd,  g = dy·w   (RMSNorm: no mean; w + weight_offset)
 //   dx = rstd·(g - mean(g) - x̂·mean(g·x̂)),  dweight = Σ_rows dy·x̂,  dbias = Σ_rows dy
@@ -20,9 +21,13 @@ using OptDtype = std::optional<at::ScalarType>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-bool given(const OptTensor& t) { return t && t->defined(); }
+bool given(const OptTensor& t) {
+  return t && t->defined();
+}
 
-bool wants_grad(const OptTensor& t) { return given(t) && t->requires_grad(); }
+bool wants_grad(const OptTensor& t) {
+  return given(t) && t->requires_grad();
+}
 
 // dx, dweight, dbias as differentiable functions of dy, x and weight: the statistics are computed anew, because
 // the saved ones are constants to autograd and would drop their part of the second derivative.
@@ -82,8 +87,8 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
                                   mask, bias_dtype);
       return {d[0], Tensor(), d[1], d[2], Tensor(), Tensor()};
     }
-    auto [dx, dweight, dbias] = layer_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], saved[3],
-                                               mask, bias_dtype);
+    auto [dx, dweight, dbias] =
+        layer_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], saved[3], mask, bias_dtype);
     return {dx, Tensor(), dweight, dbias, Tensor(), Tensor()};
   }
 };

@@ -1,0 +1,67 @@
+// Device properties, and the one way in which kernels are launched and their errors seen.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace fusedops::cuda {
+
+struct Device {
+  int sms;         // multiprocessors
+  int block_smem;  // bytes of shared memory that a block may opt in to
+};
+
+// Properties of the current device, read once a device.
+inline Device current_device() {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<uint64_t>, kMaxDevices> known{};
+  int id = 0;
+  if (cudaGetDevice(&id) != cudaSuccess) return {1, 48 << 10};
+  uint64_t packed = id < kMaxDevices ? known[id].load(std::memory_order_relaxed) : 0;
+  if (packed == 0) {
+    int sms = 1, smem = 48 << 10;
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
+    cudaDeviceGetAttribute(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    packed = static_cast<uint64_t>(sms) << 32 | static_cast<uint32_t>(smem);
+    if (id < kMaxDevices) known[id].store(packed, std::memory_order_relaxed);
+  }
+  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff)};
+}
+
+// Launches kernel(params). More than 48 KiB of shared memory is opted in to. `overlap` lets the launch start while the
+// previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must call
+// wait_for_previous_kernel() before it touches that kernel's results.
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
+                   cudaStream_t stream, bool overlap = false) {
+  if (smem > (48u << 10)) {
+    const cudaError_t refused = cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+    if (refused != cudaSuccess) {
+      cudaGetLastError();  // clear it: the caller reports it, the next op must not
+      return refused;
+    }
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, params);
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
+}
+
+inline const char* describe(cudaError_t status) {
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+}  // namespace fusedops::cuda

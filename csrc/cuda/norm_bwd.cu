@@ -1,0 +1,140 @@
+// Launchers of the norm backward kernels.
+#include "norm_bwd.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "launch.h"
+
+namespace fusedops::cuda {
+
+namespace {
+
+// How rows are laid over a block: elements a thread holds, rows a group takes between two barriers (they trade
+// registers), and the shared-memory stages that it takes to be worth it. The first shape that fits is taken.
+struct Shape {
+  int elems;
+  int rows;
+  int min_stages;
+};
+constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {32, 1, 1}};
+constexpr int kMaxStages = 4;
+constexpr int kMaxGroups = 15;        // a block has 15 barriers beside the one of __syncthreads()
+constexpr int kBlocksPerSm = 1;       // more blocks are more partial rows
+constexpr int kColumnBlocks = 4;      // blocks an SM of the column sums of wide rows
+constexpr int kStaticSmem = 2 << 10;  // the exchange buffers and the driver's own
+
+int round_up(int x, int multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+template <class x_t, class dy_t>
+bool is_aligned(const NormBwd& n) {
+  constexpr int kVec = vec_width<x_t, dy_t>;
+  const auto fits = [&](const void* p, int size) {
+    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size) == 0;
+  };
+  const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
+  return n.hidden % kVec == 0 && strided(n.x_stride) && strided(n.dy_stride) && fits(n.x, sizeof(x_t)) &&
+         fits(n.dy, sizeof(dy_t)) && fits(n.dx, sizeof(x_t)) && fits(n.weight, size_of(n.weight_dtype));
+}
+
+// What a launch will look like; the workspace is sized by the same plan.
+struct Plan {
+  int elems;         // of the shape; 0: the wide kernels
+  dim3 grid, block;  // of the kernel that makes the partial rows
+  int stages;
+  int smem;
+  int partial_rows;
+};
+
+template <class x_t, class dy_t>
+Plan make_plan(const NormBwd& n, const Device& device) {
+  using acc_t = acc_of<x_t>;
+  const int hidden = static_cast<int>(n.hidden);
+  Plan plan{};
+  const auto fits = [&](auto index) {
+    constexpr Shape kShape = kShapes[decltype(index)::value];
+    const int threads = round_up((hidden + kShape.elems - 1) / kShape.elems, kWarp);
+    if (threads > kBwdMaxThreads<x_t, dy_t, kShape.elems>) return false;
+    int groups = kBwdMaxThreads<x_t, dy_t, kShape.elems> / threads;
+    if (threads > kWarp) groups = std::min(groups, kMaxGroups);
+    const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows> layout(threads);
+    int stages = kMaxStages;
+    while (stages > 0 && layout.bytes(groups, stages) > device.block_smem - kStaticSmem) --stages;
+    if (stages < kShape.min_stages) return false;
+    const int64_t tiles = (n.rows + groups * kShape.rows - 1) / (groups * kShape.rows);
+    plan.elems = kShape.elems;
+    plan.partial_rows = static_cast<int>(std::min<int64_t>(tiles, device.sms * kBlocksPerSm));
+    plan.grid = dim3(plan.partial_rows);
+    plan.block = dim3(threads, groups);
+    plan.stages = stages;
+    plan.smem = layout.bytes(groups, stages);
+    return true;
+  };
+  if (fits(Int<0>())) return plan;
+  if constexpr (sizeof(acc_t) == 4) {
+    if (fits(Int<1>()) || fits(Int<2>())) return plan;
+  }
+
+  const int columns = kWarp * vec_width<x_t, dy_t>;
+  const int across = (hidden + columns - 1) / columns;
+  const int64_t down = (n.rows + kColumnRows - 1) / kColumnRows;
+  plan.partial_rows =
+      static_cast<int>(std::min<int64_t>(down, std::max(1, (device.sms * kColumnBlocks + across - 1) / across)));
+  plan.grid = dim3(across, plan.partial_rows);
+  plan.block = dim3(kWarp, kColumnRows);
+  return plan;
+}
+
+template <class x_t, class dy_t, bool kRms>
+cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
+  using acc_t = acc_of<x_t>;
+  const Device device = current_device();
+  const Plan plan = make_plan<x_t, dy_t>(n, device);
+  const BwdParams p{n, static_cast<int>(n.hidden), is_aligned<x_t, dy_t>(n), plan.stages, plan.partial_rows};
+  const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
+  cudaError_t status = cudaSuccess;
+  if (plan.elems) {
+    auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[0].elems, kShapes[0].rows>;
+    if constexpr (sizeof(acc_t) == 4) {
+      if (plan.elems == kShapes[1].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[1].elems, kShapes[1].rows>;
+      if (plan.elems == kShapes[2].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[2].elems, kShapes[2].rows>;
+    }
+    status = launch(kernel, p, plan.grid, plan.block, plan.smem, stream);
+  } else {
+    if (n.dx) {
+      const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, device.sms * 2)));
+      status = launch(norm_bwd_wide_kernel<x_t, dy_t, kRms>, p, grid, dim3(kBwdWideThreads), 0, stream);
+    }
+    if (status == cudaSuccess && sums) {
+      status = launch(norm_bwd_columns_kernel<x_t, dy_t, kRms>, p, plan.grid, plan.block, 0, stream);
+    }
+  }
+  if (status != cudaSuccess || sums == 0) return status;
+  const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums);
+  return launch(norm_bwd_finish_kernel<acc_t>, p, grid, dim3(kWarp, kWarp), 0, stream, /*overlap=*/true);
+}
+
+}  // namespace
+
+int64_t norm_bwd_workspace(const NormBwd& n) {
+  const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
+  if (sums == 0) return 0;
+  return with_float_pair(n.x_dtype, n.dy_dtype, [&](auto x, auto dy) -> int64_t {
+    using x_t = typename decltype(x)::type;
+    using dy_t = typename decltype(dy)::type;
+    const Plan plan = make_plan<x_t, dy_t>(n, current_device());
+    return sums * plan.partial_rows * n.hidden * static_cast<int64_t>(sizeof(acc_of<x_t>));
+  });
+}
+
+const char* norm_bwd(const NormBwd& n, cudaStream_t stream) {
+  return describe(with_float_pair(n.x_dtype, n.dy_dtype, [&](auto x, auto dy) {
+    return with_bool(n.rms, [&](auto rms) {
+      return launch_bwd<typename decltype(x)::type, typename decltype(dy)::type, decltype(rms)::value>(n, stream);
+    });
+  }));
+}
+
+}  // namespace fusedops::cuda

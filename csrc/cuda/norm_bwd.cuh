@@ -1,0 +1,385 @@
+// Backward of LayerNorm and RMSNorm:
+//   x̂ = (x - mean)·rstd,  g = dy·w,  dx = rstd·(g - mean(g) - x̂·mean(g·x̂))   (RMSNorm: without mean(g))
+//   dweight = Σ_rows dy·x̂,  dbias = Σ_rows dy
+//
+// Persistent blocks. Groups of threads take tiles of kRows rows; x and dy of the next tiles are copied to shared memory
+// while a tile is worked on, and each thread reads back only what it copied itself, so no barrier guards them. All sums
+// of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block,
+// which then writes one partial row; a second kernel adds the partial rows up in a fixed order.
+// Bytes per element: x + dy + dx.
+#pragma once
+
+#include "../norm.h"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace fusedops::cuda {
+
+struct BwdParams {
+  NormBwd n;
+  int hidden;
+  bool aligned;      // every access of a whole vector is an aligned one
+  int stages;        // tiles in shared memory a group, 1 to 4
+  int partial_rows;  // rows of each of dweight's and dbias' partial sums
+};
+
+// Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
+template <class x_t, class dy_t, int kElems>
+constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
+                               : kElems == 8                    ? 1024
+                               : sizeof(x_t) == sizeof(dy_t)    ? 384
+                                                                : 320;
+
+// Shared memory of the main kernel, for the kernel and its launcher:
+//   weight      acc_t [cols]
+//   x, dy       [group][stage][row][cols] each; after the last row: acc_t [group][cols], the groups' sums
+template <class x_t, class dy_t, int kElems, int kRows>
+struct BwdSmem {
+  using acc_t = acc_of<x_t>;
+  int cols;  // of a row, padded to what its threads hold
+
+  __host__ __device__ explicit BwdSmem(int threads) : cols(threads * kElems) {}
+  __host__ __device__ int weight_bytes() const { return cols * static_cast<int>(sizeof(acc_t)); }
+  __host__ __device__ int stage_bytes() const { return kRows * cols * static_cast<int>(sizeof(x_t) + sizeof(dy_t)); }
+  __host__ __device__ int bytes(int groups, int stages) const {
+    const int ring = stages * stage_bytes(), sums = weight_bytes();
+    return weight_bytes() + groups * (ring > sums ? ring : sums);
+  }
+};
+
+__device__ inline void wait_for_copies(int pending) {
+  switch (pending) {
+    case 0:
+      return wait_copies<0>();
+    case 1:
+      return wait_copies<1>();
+    case 2:
+      return wait_copies<2>();
+    default:
+      return wait_copies<3>();
+  }
+}
+
+// Starts the copy of one vector of a row into this thread's slot; scalar where it is not whole and aligned.
+template <class T, int kN>
+__device__ inline void fetch(Vec<T, kN>* slot, const T* row, int col, int left, bool aligned) {
+  if (aligned) {
+    if (left > 0) start_copy<sizeof(T) * kN>(slot, row + col);
+    return;
+  }
+  Vec<T, kN> v;
+  memset(&v, 0, sizeof v);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+    if (j < left) v.v[j] = row[col + j];
+  }
+  store(slot, v);
+}
+
+template <int kN, class acc_t>
+__device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
+  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+#pragma unroll
+  for (int part = 0; part < kN / kPart; ++part) {
+    const auto v = load<Vec<acc_t, kPart>>(p + part * kPart);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) out[part * kPart + j] = v.v[j];
+  }
+}
+
+// blockDim.x threads a row, each with kElems of its elements; blockDim.y groups, each with its own rows and barrier.
+template <class x_t, class dy_t, bool kRms, int kElems, int kRows>
+__global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd_kernel(const BwdParams p) {
+  using acc_t = acc_of<x_t>;
+  constexpr int kVec = vec_width<x_t, dy_t>;
+  constexpr int kVecs = kElems / kVec;
+  constexpr int kSums = kRms ? kRows : 2 * kRows;  // a tile's Σ g·x̂, then its Σ g
+  using XVec = Vec<x_t, kVec>;
+  using DyVec = Vec<dy_t, kVec>;
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ acc_t exchange[2][kMaxWarps][kSums];
+
+  const BwdSmem<x_t, dy_t, kElems, kRows> layout(blockDim.x);
+  const int thread = threadIdx.x, group = threadIdx.y;
+  const int warps = blockDim.x / kWarp;
+  const int slots = blockDim.x * kVecs;  // vectors of a row
+  acc_t* weight = reinterpret_cast<acc_t*>(smem);
+  unsigned char* ring = smem + layout.weight_bytes() + group * p.stages * layout.stage_bytes();
+  const auto x_slot = [&](int stage, int q, int i) {
+    return reinterpret_cast<XVec*>(ring + stage * layout.stage_bytes()) + q * slots + i * blockDim.x + thread;
+  };
+  const auto dy_slot = [&](int stage, int q, int i) {
+    unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * sizeof(x_t);
+    return reinterpret_cast<DyVec*>(base) + q * slots + i * blockDim.x + thread;
+  };
+  const auto column = [&](int i) { return (i * static_cast<int>(blockDim.x) + thread) * kVec; };
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + group) * kRows;
+  const auto rows_left = [&](int64_t row) {
+    return static_cast<int>(min(p.n.rows - row, static_cast<int64_t>(kRows)));
+  };
+  const auto fetch_tile = [&](int64_t row, int stage) {
+    const int left_rows = rows_left(row);
+#pragma unroll
+    for (int q = 0; q < kRows; ++q) {
+      if (q < left_rows) {
+        const x_t* x_row = static_cast<const x_t*>(p.n.x) + (row + q) * p.n.x_stride;       // [hidden]
+        const dy_t* dy_row = static_cast<const dy_t*>(p.n.dy) + (row + q) * p.n.dy_stride;  // [hidden]
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+          const int col = column(i), left = p.hidden - col;
+          fetch<x_t, kVec>(x_slot(stage, q, i), x_row, col, left, p.aligned);
+          fetch<dy_t, kVec>(dy_slot(stage, q, i), dy_row, col, left, p.aligned);
+        }
+      }
+    }
+    commit_copies();
+  };
+  const auto load_stats = [&](int64_t row, acc_t(&mean)[kRows], acc_t(&rstd)[kRows]) {
+    const int left_rows = rows_left(row);
+#pragma unroll
+    for (int q = 0; q < kRows; ++q) {
+      const bool valid = q < left_rows;
+      mean[q] = !kRms && valid ? static_cast<const acc_t*>(p.n.mean)[row + q] : acc_t(0);
+      rstd[q] = valid ? static_cast<const acc_t*>(p.n.rstd)[row + q] : acc_t(0);
+    }
+  };
+
+  // Slots past the row's end are never copied to: they must read as zero.
+  for (int stage = 0; stage < p.stages; ++stage) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      if (column(i) < p.hidden) continue;
+      for (int q = 0; q < kRows; ++q) {
+        memset(x_slot(stage, q, i), 0, sizeof(XVec));
+        memset(dy_slot(stage, q, i), 0, sizeof(DyVec));
+      }
+    }
+  }
+  for (int ahead = 0; ahead + 1 < p.stages; ++ahead) fetch_tile(first + ahead * step, ahead);
+  for (int col = group * blockDim.x + thread; col < layout.cols; col += blockDim.x * blockDim.y) {
+    acc_t w = 0;
+    if (col < p.hidden) {
+      w = p.n.weight ? load_element(p.n.weight, p.n.weight_dtype, col, acc_t(0)) + static_cast<acc_t>(p.n.weight_offset)
+                     : acc_t(1);
+    }
+    weight[col] = w;
+  }
+  acc_t mean[kRows], rstd[kRows];
+  load_stats(first, mean, rstd);
+  acc_t dweight[kVecs][kVec] = {}, dbias[kVecs][kVec] = {};
+  const acc_t inverse_hidden = acc_t(1) / p.hidden;
+  __syncthreads();
+
+  int stage = 0, turn = 0;
+  for (int64_t row = first; row < p.n.rows; row += step) {
+    const int tile_rows = rows_left(row);
+    const int refill = stage == 0 ? p.stages - 1 : stage - 1;
+    fetch_tile(row + (p.stages - 1) * step, refill);
+    acc_t next_mean[kRows], next_rstd[kRows];
+    load_stats(row + step, next_mean, next_rstd);
+    wait_for_copies(p.stages - 1);
+
+    acc_t sums[kSums] = {};
+#pragma unroll
+    for (int q = 0; q < kRows; ++q) {
+      if (q < tile_rows) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+          const auto x = load<XVec>(x_slot(stage, q, i));
+          const auto dy = load<DyVec>(dy_slot(stage, q, i));
+          acc_t w[kVec];
+          load_shared(weight + column(i), w);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
+            const acc_t d = widen(dy.v[j]), g = d * w[j];
+            dweight[i][j] += d * xhat;
+            if constexpr (!kRms) dbias[i][j] += d;
+            sums[q] += g * xhat;
+            if constexpr (!kRms) sums[kRows + q] += g;
+          }
+        }
+      }
+    }
+    row_sum_each(sums, &exchange[turn][group * warps], warps, group + 1);
+    turn ^= 1;
+
+    if (p.n.dx) {
+#pragma unroll
+      for (int q = 0; q < kRows; ++q) {
+        if (q < tile_rows) {
+          x_t* dx_row = static_cast<x_t*>(p.n.dx) + (row + q) * p.hidden;  // [hidden]
+          const acc_t mean_gx = sums[q] * inverse_hidden;
+          const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
+#pragma unroll
+          for (int i = 0; i < kVecs; ++i) {
+            const auto x = load<XVec>(x_slot(stage, q, i));
+            const auto dy = load<DyVec>(dy_slot(stage, q, i));
+            acc_t w[kVec], dx[kVec];
+            load_shared(weight + column(i), w);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) {
+              const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
+              dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - xhat * mean_gx);
+            }
+            store_row<x_t, kVec>(dx_row, column(i), p.hidden - column(i), p.aligned, dx);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < kRows; ++q) {
+      mean[q] = next_mean[q];
+      rstd[q] = next_rstd[q];
+    }
+    stage = stage + 1 == p.stages ? 0 : stage + 1;
+  }
+  allow_next_kernel();
+
+  wait_copies<0>();
+  acc_t* sums = reinterpret_cast<acc_t*>(smem + layout.weight_bytes());  // [group][cols]
+  acc_t* partial = static_cast<acc_t*>(p.n.workspace);                   // [dweight, dbias][partial_rows][hidden]
+  const auto write_partial = [&](const acc_t(&mine)[kVecs][kVec]) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sums[group * layout.cols + column(i) + j] = mine[i][j];
+    }
+    __syncthreads();
+    for (int col = group * blockDim.x + thread; col < p.hidden; col += blockDim.x * blockDim.y) {
+      acc_t sum = 0;
+      for (int g = 0; g < blockDim.y; ++g) sum += sums[g * layout.cols + col];
+      partial[static_cast<int64_t>(blockIdx.x) * p.hidden + col] = sum;
+    }
+    partial += static_cast<int64_t>(p.partial_rows) * p.hidden;
+  };
+  if (p.n.dweight) write_partial(dweight);
+  if (p.n.dbias) write_partial(dbias);
+}
+
+// Adds the partial rows up: blockDim = (32 columns, 32 strides of rows), blockIdx.y = which of dweight and dbias.
+template <class acc_t>
+__global__ void __launch_bounds__(kWarp* kWarp) norm_bwd_finish_kernel(const BwdParams p) {
+  __shared__ acc_t sums[kWarp][kWarp + 1];
+  const int col = blockIdx.x * kWarp + threadIdx.x;
+  const bool second = blockIdx.y > 0;
+  const acc_t* partial =
+      static_cast<const acc_t*>(p.n.workspace) + (second ? static_cast<int64_t>(p.partial_rows) * p.hidden : 0);
+  wait_for_previous_kernel();
+  acc_t sum = 0;
+  if (col < p.hidden) {
+#pragma unroll 4
+    for (int row = threadIdx.y; row < p.partial_rows; row += kWarp) {
+      sum += partial[static_cast<int64_t>(row) * p.hidden + col];
+    }
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
+  const int out = blockIdx.x * kWarp + threadIdx.y;
+  if (threadIdx.x != 0 || out >= p.hidden) return;
+  if (p.n.dweight && !second) {
+    store_element(p.n.dweight, p.n.weight_dtype, out, sum);
+  } else {
+    store_element(p.n.dbias, p.n.dbias_dtype, out, sum);
+  }
+}
+
+// dx of rows that are wider than the registers of a block: one block a row, which it reads twice.
+constexpr int kBwdWideThreads = 512;
+template <class x_t, class dy_t, bool kRms>
+__global__ void __launch_bounds__(kBwdWideThreads) norm_bwd_wide_kernel(const BwdParams p) {
+  using acc_t = acc_of<x_t>;
+  constexpr int kVec = vec_width<x_t, dy_t>;
+  constexpr int kSums = kRms ? 1 : 2;
+  __shared__ acc_t exchange[2][kMaxWarps][kSums];
+  const int vecs = (p.hidden + kVec - 1) / kVec;
+  int turn = 0;
+  for (int64_t row = blockIdx.x; row < p.n.rows; row += gridDim.x) {
+    const x_t* x_row = static_cast<const x_t*>(p.n.x) + row * p.n.x_stride;       // [hidden]
+    const dy_t* dy_row = static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride;  // [hidden]
+    x_t* dx_row = static_cast<x_t*>(p.n.dx) + row * p.hidden;                     // [hidden]
+    const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
+    const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
+    const auto read = [&](int i, acc_t(&xhat)[kVec], acc_t(&g)[kVec]) {
+      const int col = i * kVec, left = p.hidden - col;
+      const auto x = load_row<x_t, kVec>(x_row, col, left, p.aligned);
+      const auto dy = load_row<dy_t, kVec>(dy_row, col, left, p.aligned);
+      acc_t w[kVec];
+      if (p.n.weight) load_param(p.n.weight, p.n.weight_dtype, col, left, p.aligned, w);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        xhat[j] = (widen(x.v[j]) - mean) * rstd;
+        g[j] = widen(dy.v[j]);  // zero past the row's end
+        if (p.n.weight) g[j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
+      }
+    };
+    acc_t sums[kSums] = {};
+#pragma unroll 2
+    for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
+      acc_t xhat[kVec], g[kVec];
+      read(i, xhat, g);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        sums[0] += g[j] * xhat[j];
+        if constexpr (!kRms) sums[1] += g[j];
+      }
+    }
+    row_sum_each(sums, exchange[turn], blockDim.x / kWarp, 1);
+    turn ^= 1;
+    const acc_t mean_gx = sums[0] / p.hidden, mean_g = kRms ? acc_t(0) : sums[kSums - 1] / p.hidden;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
+      acc_t xhat[kVec], g[kVec];
+      read(i, xhat, g);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) g[j] = rstd * (g[j] - mean_g - xhat[j] * mean_gx);
+      store_row<x_t, kVec>(dx_row, i * kVec, p.hidden - i * kVec, p.aligned, g);
+    }
+  }
+}
+
+// Partial sums of dweight and dbias for such rows: blockDim = (32 vectors of columns, 8 strides of rows), blockIdx.y =
+// partial row.
+constexpr int kColumnRows = 8;
+template <class x_t, class dy_t, bool kRms>
+__global__ void __launch_bounds__(kWarp* kColumnRows) norm_bwd_columns_kernel(const BwdParams p) {
+  using acc_t = acc_of<x_t>;
+  constexpr int kVec = vec_width<x_t, dy_t>;
+  __shared__ acc_t sums[kColumnRows][kWarp * kVec];
+  const int col = (blockIdx.x * kWarp + threadIdx.x) * kVec, left = p.hidden - col;
+  acc_t dweight[kVec] = {}, dbias[kVec] = {};
+#pragma unroll 2
+  for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < p.n.rows; row += gridDim.y * kColumnRows) {
+    const auto x = load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned);
+    const auto dy = load_row<dy_t, kVec>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned);
+    const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
+    const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      dweight[j] += widen(dy.v[j]) * ((widen(x.v[j]) - mean) * rstd);
+      if constexpr (!kRms) dbias[j] += widen(dy.v[j]);
+    }
+  }
+  acc_t* partial = static_cast<acc_t*>(p.n.workspace);  // [dweight, dbias][partial_rows][hidden]
+  const auto write_partial = [&](const acc_t(&mine)[kVec]) {
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sums[threadIdx.y][threadIdx.x * kVec + j] = mine[j];
+    __syncthreads();
+    for (int c = threadIdx.y * kWarp + threadIdx.x; c < kWarp * kVec; c += kWarp * kColumnRows) {
+      acc_t sum = 0;
+      for (int y = 0; y < kColumnRows; ++y) sum += sums[y][c];
+      const int64_t to = static_cast<int64_t>(blockIdx.x) * kWarp * kVec + c;
+      if (to < p.hidden) partial[static_cast<int64_t>(blockIdx.y) * p.hidden + to] = sum;
+    }
+    partial += static_cast<int64_t>(p.partial_rows) * p.hidden;
+  };
+  if (p.n.dweight) write_partial(dweight);
+  if (p.n.dbias) write_partial(dbias);
+}
+
+}  // namespace fusedops::cuda

@@ -1,0 +1,66 @@
+// What CUDA C++ has no intrinsic for. A host that emulates CUDA brings its own (FUSEDOPS_EMULATED).
+#pragma once
+
+#ifndef FUSEDOPS_EMULATED
+
+namespace fusedops::cuda {
+
+// Starts a copy of 4, 8 or 16 aligned bytes to shared memory; done once wait_copies() says so. Before compute
+// capability 8.0 it is a plain copy.
+template <int kBytes>
+__device__ inline void start_copy(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
+  }
+#else
+  if constexpr (kBytes == 16) {
+    *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+  } else if constexpr (kBytes == 8) {
+    *static_cast<uint2*>(shared) = *static_cast<const uint2*>(global);
+  } else {
+    *static_cast<unsigned*>(shared) = *static_cast<const unsigned*>(global);
+  }
+#endif
+}
+
+// Closes the group of copies that this thread has started since the last call.
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's groups are under way.
+template <int kPending>
+__device__ inline void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// __syncthreads() for `threads` threads of the block, under one of the block's barriers 1 to 15.
+__device__ inline void sync_group(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// In a kernel launched with `overlap`: returns when the previous kernel's writes are visible.
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets a following kernel launched with `overlap` be set up from now on.
+__device__ inline void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace fusedops::cuda
+
+#endif  // FUSEDOPS_EMULATED
