@@ -11,6 +11,7 @@ from fusedops import dispatch
 from fusedops.backends import reference
 from fusedops.bench import ops, optimizers, peers, records, report, timing
 from fusedops.cli import main
+from fusedops.registry import OPS, Case, OpSpec
 
 NORM = ["bench", "norm", "--device", "cpu", "--shape", "64x32", "--repeat", "3", "--backend", "reference"]
 ADAM = ["bench", "adam", "--device", "cpu", "--model", "3x40", "--repeat", "3", "--backend", "reference"]
@@ -90,6 +91,30 @@ def test_an_optimizer_that_does_nothing_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(fusedops.optim.AdamW, "step", lazy)
     assert main([*ADAM, "--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]) == 1
     assert {r["backend"]: r["status"] for r in read(tmp_path)} == {"reference": "FAIL", "torch": "ok"}
+
+
+def test_a_new_op_is_timed_from_its_record_alone(tmp_path, monkeypatch):
+    def copy(input, *, backend=None):
+        return input.clone()
+
+    spec = OpSpec(
+        name="copy",
+        family="copy",
+        function=copy,
+        reference=copy,
+        describe=lambda input: dispatch.Call("copy", "cpu", -1, (("input", input.dtype),)),
+        wrap=lambda module: copy,
+        grads=("input",),
+        parameter_shape=lambda case: (),
+        cases=lambda level: iter([Case((3, 4), 0, {"input": torch.float32})]),
+        condition=lambda sample, dy: {"output": torch.zeros_like(dy), "input": torch.zeros_like(dy)},
+        terms=lambda case: {"output": 1, "input": 1},
+        bytes_moved=lambda sample, direction: 2 * sample.kwargs["input"].nbytes,
+    )
+    monkeypatch.setitem(OPS, "copy", spec)
+    run = ["bench", "copy", "--device", "cpu", "--backend", "reference", "--shape", "8x16", "--repeat", "3"]
+    assert main([*run, "--out", str(tmp_path)]) == 0
+    assert {r["status"] for r in read(tmp_path)} == {"ok"}
 
 
 def test_append_and_plot(tmp_path):

@@ -131,10 +131,11 @@ def _make(spec: OpSpec, dtypes: str, shape: tuple[int, ...], device: torch.devic
     hidden = shape[-1]
     rows = min(shape[0], max(_HOST_ROWS, _PARITY_ELEMENTS // math.prod(shape[1:])))
     kinds = {name: input if name == "input" else others for name in spec.grads}
-    case = Case((rows, *shape[1:]), 1, kinds)
+    normalized = min(1, next(iter(spec.cases("quick"))).normalized)  # 0: an op that takes no normalized_shape
+    case = Case((rows, *shape[1:]), normalized, kinds)
     sample = testing.make_sample(spec, case, str(device))
     grad = testing.make_grad(case, spec.reference(**sample.kwargs).detach())
-    tiny_case = Case((_HOST_ROWS, hidden), 1, kinds)
+    tiny_case = Case((_HOST_ROWS, hidden), normalized, kinds)
     tiny = testing.make_sample(spec, tiny_case, str(device))
     tiny_grad = testing.make_grad(tiny_case, spec.reference(**tiny.kwargs).detach())
     return _Bench(spec, case, *_enlarge(sample, grad, shape[0]), tiny, tiny_grad)
