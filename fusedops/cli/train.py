@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do both runs, write and print the results; 130 when interrupted, 2 when it cannot run."""
-    console = Console()
+    console = Console(highlight=False, markup=False)
     try:
         plan, corpus = _resumed(args) if args.resume else _new(args)
         return _run(console, plan, corpus, args.save_every)

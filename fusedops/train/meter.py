@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -83,12 +84,15 @@ def _energy_counter(device: torch.device) -> Any:
         return None
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    # By UUID: CUDA_VISIBLE_DEVICES renumbers the devices that torch sees, not those of NVML.
+    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+    try:
         pynvml.nvmlInit()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers the devices that torch sees, not those of NVML.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except (ImportError, pynvml.NVMLError):
+    except pynvml.NVMLError:
         return None
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
 
@@ -99,7 +103,8 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start counting anew, with what earlier runs cached given back."""
+    """Start counting anew, with what earlier runs left behind given back."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

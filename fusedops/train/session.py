@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -103,7 +102,9 @@ def run_variant(
         return records, json.loads(finished.read_text())
 
     device = torch.device(plan.config.device)
-    _release_memory(device)
+    if plan.config.compile:
+        torch.compiler.reset()  # compiled code of the run before this one, and its guards
+    reset_peak_memory(device)
     job = prepare(plan.config, variant)
     parts = (job.model, job.optimizer, job.scaler)
     identity = {"variant": variant, "data_sha256": plan.data_sha256, **plan.config.to_json()}
@@ -181,13 +182,6 @@ def _read_records(metrics: Path) -> list[Record]:
         return []
     whole = metrics.read_text().rpartition("\n")[0]
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _release_memory(device: torch.device) -> None:
-    """Forget the run before this one, so that its memory and compiled code count for nothing here."""
-    torch.compiler.reset()
-    gc.collect()
-    reset_peak_memory(device)
 
 
 def _write(file: Path, text: str) -> None:
