@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import fusedops
+
 COMMANDS = {
     "report": "what is installed here and which backends can run",
     "parity": "check every op on this machine against plain torch in float64",
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="fusedops", description="Fused kernels for training transformers.")
+    parser.add_argument("--version", action="version", version=f"fusedops {fusedops.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     try:
         for name, summary in COMMANDS.items():
