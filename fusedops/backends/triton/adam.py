@@ -19,20 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ..memory import laid_out, lies_like, memory_layout
 from . import adam_kernels as kernels
 from .launch import launch
-from .tables import (
-    CHUNK,
-    Chunks,
-    address,
-    capturing,
-    current_stream,
-    laid_out,
-    lies_like,
-    make_chunks,
-    memory_layout,
-    upload,
-)
+from .tables import CHUNK, Chunks, address, capturing, current_stream, make_chunks, upload
 
 _TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

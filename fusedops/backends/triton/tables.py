@@ -72,29 +72,3 @@ def make_chunks(numels: Sequence[int], chosen: Sequence[int], device: torch.devi
 def address(tensor: Tensor | None) -> int:
     """Return where a tensor's elements lie, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr() or NO_ELEMENTS
-
-
-def memory_layout(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides in which to walk a tensor's memory: its own where it fills it without gaps, else row-major."""
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
-        if stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= size
-    return tensor.stride()
-
-
-def lies_like(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether a tensor's elements follow each other in memory as `strides` say."""
-    if tensor.stride() == strides:
-        return True
-    return tensor.numel() == 0 or all(
-        size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )
-
-
-def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the tensor, or a copy of it, with its elements in the order of `strides`."""
-    if lies_like(tensor, strides):
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,247 @@
+"""NVIDIA Apex, where its extension modules are installed. Its code is called, never copied.
+
+Apex is known by its extensions, never by the name ``apex``, which on PyPI belongs to another project. They are loaded
+at the first call that asks for them: ``fused_layer_norm_cuda`` serves the norms, ``fast_layer_norm`` LayerNorm at its
+own list of widths, ``amp_C`` Adam (``apex_adam``). What Apex gets wrong is refused: 2³¹ elements or more (32-bit
+offsets), dtype mixes whose output is not the one asked for, tracing. The memory-efficient variant is not used (it
+loses the gradient of weights near zero). Its launches follow the current device, so the tensor's is made current.
+
+Numerics: fp32 statistics by Welford's method; 16-bit outputs are rounded up to three times (x̂, scaling, shift), where
+the other backends round once. Deterministic.
+
+Source: https://github.com/NVIDIA/apex (BSD-3-Clause).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Call, Limits
+from ..errors import UnsupportedError
+
+NAME = "apex"
+
+EXTENSIONS = {
+    "fused_layer_norm_cuda": "LayerNorm and RMSNorm",
+    "fast_layer_norm": "LayerNorm at fixed widths",
+    "amp_C": "Adam and the gradient norm",
+}
+FAST_WIDTHS = frozenset({
+    768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 14336, 15360, 16384, 18432,
+    20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536,
+})  # fmt: skip
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_NARROW = (torch.float16, torch.bfloat16)
+_MAX_ELEMENTS = 2**31 - 1
+
+
+@functools.cache
+def extension(name: str) -> ModuleType | str:
+    """Return an extension module of Apex, or the reason why there is none."""
+    if importlib.util.find_spec(name) is None:
+        return f"{name} is not installed"
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        return f"{name} was built for another PyTorch and must be rebuilt: {error}"
+
+
+def parts() -> dict[str, str | None]:
+    """Return each extension's name with the reason why it is absent, or None where it is there."""
+    found = {name: extension(name) for name in EXTENSIONS}
+    return {name: module if isinstance(module, str) else None for name, module in found.items()}
+
+
+def unavailable(device_type: str) -> str | None:
+    """Say why Apex cannot serve tensors on ``device_type``, or None when a part of it can."""
+    if device_type != "cuda":
+        return f"its kernels are for CUDA devices, not for {device_type}"
+    absent = parts()
+    if None in absent.values():
+        return None
+    reasons = "; ".join(str(reason) for reason in absent.values())
+    if importlib.util.find_spec("apex") is not None:
+        return f"a package named apex is there, but not NVIDIA Apex's extensions (PyPI's apex is not it): {reasons}"
+    return f"NVIDIA Apex's extensions are not there: {reasons}"
+
+
+def _need(name: str) -> ModuleType:
+    module = extension(name)
+    if isinstance(module, str):
+        raise UnsupportedError(f"apex: {module}")
+    return module
+
+
+def _refuse_norm(call: Call) -> str | None:
+    """One dtype throughout, or 16-bit input with fp32 parameters and output: what Apex's ops return."""
+    module = extension("fused_layer_norm_cuda")
+    if isinstance(module, str):
+        return module
+    dtypes = dict(call.dtypes)
+    if call.op == "layer_norm" and ("weight" in dtypes) != ("bias" in dtypes):
+        return "it takes weight and bias together or neither"
+    uniform = len(set(dtypes.values())) == 1
+    mixed = "weight" in dtypes and dtypes["input"] in _NARROW
+    mixed = mixed and {dtype for name, dtype in dtypes.items() if name != "input"} == {torch.float32}
+    if uniform or mixed:
+        return None
+    return "it takes one dtype throughout, or 16-bit input with fp32 parameters and fp32 output"
+
+
+def _refuse_adam(call: Call) -> str | None:
+    """Fp32 moments, no amsgrad, 32-bit offsets."""
+    module = extension("amp_C")
+    if isinstance(module, str):
+        return module
+    options = dict(call.options)
+    if options.get("amsgrad"):
+        return "it has no amsgrad"
+    if options.get("largest", 0) > _MAX_ELEMENTS:
+        return f"its offsets are 32-bit: {options['largest']} elements in one tensor are too many"
+    if any(moments is not torch.float32 for _, moments, _ in options.get("mixes", ())):
+        return "its moments are fp32"
+    return None
+
+
+_NORM = Limits(_FLOATS, max_elements=_MAX_ELEMENTS, traceable=False, extra=_refuse_norm)
+_ADAM = Limits(_FLOATS, traceable=False, extra=_refuse_adam)
+LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM, "adam": _ADAM, "adamw": _ADAM}
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each row; arguments and results as ``triton.norm.layer_norm_fwd``. Strided rows are copied."""
+    x, hidden = x.contiguous(), [x.shape[1]]
+    if x.numel() == 0:
+        return _empty(x, out_dtype), _row(x), _row(x)
+    with torch.cuda.device(x.device):
+        if weight is None or bias is None:
+            y, mean, rstd = _need("fused_layer_norm_cuda").forward(x, hidden, eps)
+        elif _fast_serves(x, weight, bias):
+            y, mean, rstd = _need("fast_layer_norm").ln_fwd(x, weight, bias, eps)
+        else:
+            fused = _need("fused_layer_norm_cuda")
+            uniform = x.dtype == weight.dtype
+            forward = fused.forward_affine if uniform else fused.forward_affine_mixed_dtypes
+            y, mean, rstd = forward(x, hidden, weight, bias, eps)
+    return y, mean, rstd
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``layer_norm_fwd``; arguments and results as ``triton.norm.layer_norm_bwd``."""
+    dy, x, hidden = dy.contiguous(), x.contiguous(), [x.shape[1]]
+    if x.numel() == 0:
+        return _masked((_empty(x, x.dtype), _zeros(weight), _zeros(weight)), need)
+    dweight = dbias = None
+    with torch.cuda.device(x.device):
+        # The plain backward is told eps and the bias but uses them only in its memory-efficient variant.
+        if weight is None:
+            dx = _need("fused_layer_norm_cuda").backward(dy, mean, rstd, x, hidden, 0.0, False)
+        elif _fast_serves(x, weight, dy):
+            dx, dweight, dbias, *_ = _need("fast_layer_norm").ln_bwd(dy, x, mean, rstd, weight, None, False)
+        else:
+            backward = _need("fused_layer_norm_cuda").backward_affine
+            dx, dweight, dbias = backward(dy, mean, rstd, x, hidden, weight, weight, 0.0, False)
+    return _masked((dx, dweight, dbias), need)
+
+
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale each row; arguments and results as ``triton.norm.rms_norm_fwd``, without a weight offset.
+
+    Raises:
+        UnsupportedError: a weight offset.
+    """
+    _refuse_offset(weight_offset)
+    x, hidden = x.contiguous(), [x.shape[1]]
+    if x.numel() == 0:
+        return _empty(x, out_dtype), _row(x)
+    fused = _need("fused_layer_norm_cuda")
+    with torch.cuda.device(x.device):
+        if weight is None:
+            y, rstd = fused.rms_forward(x, hidden, eps)
+        elif x.dtype == weight.dtype:
+            y, rstd = fused.rms_forward_affine(x, hidden, weight, eps)
+        else:
+            y, rstd = fused.rms_forward_affine_mixed_dtypes(x, hidden, weight, eps)
+    return y, rstd
+
+
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``rms_norm_fwd``; arguments and results as ``triton.norm.rms_norm_bwd``."""
+    _refuse_offset(weight_offset)
+    dy, x, hidden = dy.contiguous(), x.contiguous(), [x.shape[1]]
+    dweight = None
+    if x.numel() == 0:
+        dx, dweight = _empty(x, x.dtype), _zeros(weight)
+    else:
+        fused = _need("fused_layer_norm_cuda")
+        with torch.cuda.device(x.device):
+            if weight is None:
+                dx = fused.rms_backward(dy, rstd, x, hidden, 0.0, False)
+            else:
+                dx, dweight = fused.rms_backward_affine(dy, rstd, x, hidden, weight, 0.0, False)
+    return dx if need[0] else None, dweight if need[1] else None
+
+
+def _fast_serves(x: Tensor, weight: Tensor, other: Tensor) -> bool:
+    """Tell whether ``fast_layer_norm`` can: its widths, one dtype, 16-byte alignment (which it does not check)."""
+    return (
+        x.shape[1] in FAST_WIDTHS
+        and x.dtype == weight.dtype == other.dtype
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, weight, other))
+        and not isinstance(extension("fast_layer_norm"), str)
+    )
+
+
+def _refuse_offset(weight_offset: float) -> None:
+    if weight_offset:
+        raise UnsupportedError(f"rms_norm: apex: weight_offset: expected 0.0, got {weight_offset}; it has none")
+
+
+def _masked(
+    grads: tuple[Tensor, Tensor | None, Tensor | None], need: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    return dx, dweight, dbias
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _row(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+
+
+def _zeros(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else torch.zeros_like(weight)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in ("adam_plan", "grad_norm", "grad_scale_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import apex_adam
+
+    function: Callable[..., Any] = getattr(apex_adam, name)
+    return function
