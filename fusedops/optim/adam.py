@@ -6,7 +6,7 @@ Hutter, arXiv:1711.05101. The order of operations is that of torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -185,6 +185,37 @@ class AdamW(Adam):
         )
 
 
+def _condition(
+    group: Mapping[str, Any], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the size of what was added up to make each tensor of a step; see ``OptimSpec.condition``.
+
+    Args:
+        group: options of the parameter's group.
+        before: fp64 ``weight``, ``grad``, ``exp_avg``, ``exp_avg_sq`` before the step.
+        after: fp64 ``weight``, ``exp_avg``, ``exp_avg_sq``, ``step``, and ``max_exp_avg_sq`` with amsgrad, after it.
+    """
+    beta1, beta2 = group["betas"]
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    weight, grad = before["weight"].abs(), before["grad"].abs()
+    if not group["decoupled_weight_decay"]:
+        grad = grad + decay * weight
+    exp_avg = beta1 * before["exp_avg"].abs() + (1 - beta1) * grad
+    exp_avg_sq = beta2 * before["exp_avg_sq"] + (1 - beta2) * grad**2
+    root = after.get("max_exp_avg_sq", after["exp_avg_sq"])
+    denominator = (root / (1 - beta2 ** after["step"])).sqrt() + group["eps"]
+    step_size = lr / (1 - beta1 ** after["step"])
+    # Half the relative error of the second moment reaches the update; where it cancelled, that is more than rounding.
+    amplified = torch.where(root > 0, exp_avg_sq / root, 1.0).clamp(min=1.0)
+    update = step_size * (exp_avg + after["exp_avg"].abs() * amplified) / denominator
+    return {
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+        "max_exp_avg_sq": exp_avg_sq.maximum(root),
+        "weight": weight * (1 + lr * decay) + update,
+    }
+
+
 def _bytes_per_parameter(dtype: torch.dtype, state_dtype: torch.dtype, master: bool) -> int:
     """Return gradient read, both moments read and written, weight (or master) read, weight and master written."""
     weights = dtype.itemsize + 2 * 4 if master else 2 * dtype.itemsize
@@ -200,4 +231,4 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 for _name, _ours, _torchs in (("adam", Adam, torch.optim.Adam), ("adamw", AdamW, torch.optim.AdamW)):
-    register(OptimSpec(_name, _ours, _torchs, _OPTIONS, _bytes_per_parameter))
+    register(OptimSpec(_name, _ours, _torchs, _OPTIONS, _condition, _bytes_per_parameter))

@@ -69,6 +69,7 @@ def describe(
     for item in params:
         group: dict[str, Any] = item if isinstance(item, dict) else {"params": [item]}
         dtype = group.get("state_dtype", state_dtype)
+        amsgrad = amsgrad or bool(group.get("amsgrad"))
         for p in [group["params"]] if isinstance(group["params"], Tensor) else group["params"]:
             p = p[1] if isinstance(p, tuple) else p
             master = bool(group.get("master_weights", master_weights)) and p.dtype in _NARROW

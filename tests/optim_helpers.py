@@ -1,0 +1,48 @@
+"""What the optimizer tests share: where they run, and parameters to run on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedops import UnsupportedError, optim
+from fusedops.config import BACKENDS
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+# Every (backend, device) pair; the fixture need_backend skips those that are not there.
+PLACES = [pytest.param(name, device, id=f"{name}-{device}") for name in BACKENDS for device in DEVICES]
+
+
+def build(cls: type[optim.Adam], params: object, backend: str, **options: object) -> optim.Adam:
+    """Make an optimizer; skip where a backend that need not serve everything declares that it can't serve it."""
+    try:
+        return cls(params, backend=backend, **options)
+    except UnsupportedError as error:
+        if backend in ("native", "reference"):
+            raise
+        pytest.skip(str(error))
+
+
+def make_params(
+    device: str, dtype: torch.dtype, *shapes: tuple[int, ...], size: float = 0.1
+) -> list[torch.nn.Parameter]:
+    """Return parameters of the given shapes with gradients."""
+    params = [torch.nn.Parameter((torch.randn(shape) * size).to(device, dtype)) for shape in shapes]
+    new_grads(params)
+    return params
+
+
+def new_grads(params: list[torch.nn.Parameter], scale: float = 1.0) -> None:
+    """Give every parameter a new random gradient."""
+    for p in params:
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape) * scale)
+
+
+def twins(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return copies of parameters and their gradients."""
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    for p, q in zip(params, copies, strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    return copies
