@@ -7,7 +7,7 @@ import torch
 from optim_helpers import DEVICES, PLACES, make_params, twins
 
 import fusedops
-from fusedops import clip_grad_norm_
+from fusedops import UnsupportedError, clip_grad_norm_
 
 torchs_clip = torch.nn.utils.clip_grad_norm_
 
@@ -23,7 +23,12 @@ def test_against_float64(dtype, max_norm, backend, device, need_backend):
     before = [p.grad.clone() for p in params[:4]]
     truth = torch.cat([g.double().flatten() for g in before]).norm()
     with fusedops.use_backend(backend):
-        norm = clip_grad_norm_(params, max_norm)
+        try:
+            norm = clip_grad_norm_(params, max_norm)
+        except UnsupportedError as error:
+            if backend in ("native", "reference"):
+                raise
+            pytest.skip(str(error))
     assert norm.shape == ()
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     torch.testing.assert_close(norm.double(), truth, rtol=1e-6, atol=0)
