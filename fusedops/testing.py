@@ -27,6 +27,10 @@ from .registry import Case, OpSpec, Sample
 EXTRA_ULPS: dict[tuple[str, str, torch.dtype], tuple[float, str]] = {
     ("triton", "cpu", torch.bfloat16): (1.0, "Triton's interpreter truncates fp32 to bf16 instead of rounding"),
 }
+# (backend, device type, dtype, values) → why such numbers say nothing there.
+UNTESTABLE: dict[tuple[str, str, torch.dtype, str], str] = {
+    ("triton", "cpu", torch.bfloat16, "subnormal"): "Triton's interpreter loads subnormal bf16 as other numbers",
+}
 
 
 # ---------------------------------------------------------------- samples
@@ -395,9 +399,13 @@ def judge(
 
 
 def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str | None:
-    """Return why a backend does not serve a case (its own words), or None if it does."""
-    if reason := backends.get(backend).unavailable(device):
-        return str(reason)
+    """Return why a backend can't be held to a case (its own words, or ``UNTESTABLE``'s), or None if it can."""
+    reason: str | None = backends.get(backend).unavailable(device)
+    if reason is not None:
+        return reason
+    for dtype in case.dtypes.values():
+        if reason := UNTESTABLE.get((backend, device, dtype, case.values)):
+            return reason
     kwargs = make_sample(spec, case, device).kwargs
     return "; ".join(refusals(backend, spec.describe(**kwargs))) or None
 

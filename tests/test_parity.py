@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +18,22 @@ Need = Callable[[str], None]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    level = "full" if metafunc.config.getoption("--full") else "quick"
-    cells = _with_cases(level) if "case" in metafunc.fixturenames else _every_subset()
+    argument = "case" if "case" in metafunc.fixturenames else "wanted"
+    cells = _every_case(metafunc.config.getoption("--full")) if argument == "case" else _every_subset()
+    if metafunc.function is test_repeatable and not metafunc.config.getoption("--full"):
+        cells = cells[::5]
     metafunc.parametrize(
-        ("backend", "spec", "case" if "case" in metafunc.fixturenames else "wanted"),
+        ("backend", "spec", argument),
         [pytest.param(backend, *cell[1:], id=f"{backend}-{cell[0]}") for backend in BACKENDS for cell in cells],
     )
 
 
-def _with_cases(level: str) -> list[tuple[str, OpSpec, Case]]:
+def _every_case(full: bool) -> list[tuple[str, OpSpec, Any]]:
+    level = "full" if full else "quick"
     return [(f"{spec.name}-{case.id}", spec, case) for spec in OPS.values() for case in spec.cases(level)]
 
 
-def _every_subset() -> list[tuple[str, OpSpec, tuple[str, ...]]]:
+def _every_subset() -> list[tuple[str, OpSpec, Any]]:
     def subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for size in range(len(names)):
             yield from combinations(names, size)
