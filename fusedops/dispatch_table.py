@@ -80,7 +80,7 @@ def load(path: str | None) -> tuple[Row, ...]:
         return SHIPPED
     try:
         return (*_parse(json.loads(Path(path).read_text("utf-8")), path), *SHIPPED)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=2)
         return SHIPPED
 
@@ -92,13 +92,20 @@ def _parse(data: Any, path: str) -> tuple[Row, ...]:
     names = {item.name for item in fields(Row)} - {"source"}
     rows = []
     for number, item in enumerate(data["rows"]):
-        if unknown := set(item) - names:
-            raise ValueError(f"row {number} has unknown fields {sorted(unknown)}")
+        if not isinstance(item, dict) or not names.issuperset(item):
+            raise ValueError(f"row {number}: expected an object with any of {sorted(names)}, got {item!r}")
+        for key in ("ops", "backends", "dtypes"):
+            if not (isinstance(item.get(key, []), list) and all(isinstance(part, str) for part in item.get(key, []))):
+                raise ValueError(f"row {number}: {key} must be a list of names")
+        if not item["backends"]:
+            raise ValueError(f"row {number}: backends must name at least one")
+        for name in item["backends"]:
+            check_backend(name, f"row {number}")
+        if not (isinstance(item["why"], str) and isinstance(item["device"], str | None)):
+            raise ValueError(f"row {number}: why must be text, device a device type or null")
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in item.items()
         }
-        for name in values["backends"]:
-            check_backend(name, f"row {number}")
         for key in ("capability", "hidden", "rows"):
             low, high = values.get(key, _ANY)
             if not (isinstance(low, int) and isinstance(high, int) and low <= high):

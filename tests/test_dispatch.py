@@ -1,0 +1,420 @@
+"""Who serves a call: rows, limits, explicit choices, fallbacks, the environment, tables from files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fusedops
+from fusedops import FallbackWarning, UnsupportedError, backends, config, dispatch, dispatch_table
+from fusedops.dispatch import Call, Limits
+from fusedops.dispatch_table import Row
+from fusedops.registry import OPS
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+CALL = Call("layer_norm", "cpu", -1, (("input", F32), ("weight", BF16), ("output", F32)), 768, 1023)
+
+
+def fake_backend(reason: str | None = None, limits: Limits | None = None) -> ModuleType:
+    """A backend that serves layer_norm within limits, or can't run at all."""
+    module = ModuleType("fake")
+    module.unavailable = lambda device_type: reason
+    module.LIMITS = {} if limits is None else {"layer_norm": limits}
+    module.implementation = lambda call: lambda *args: "served"
+    return module
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replace backends by fakes."""
+
+    def replace(**modules: ModuleType) -> None:
+        for name, module in modules.items():
+            monkeypatch.setitem(backends._modules, name, module)
+        dispatch.cache.clear()
+
+    yield replace
+    dispatch.cache.clear()
+
+
+ALL = Limits(frozenset({F32, BF16}))
+
+
+# ---------------------------------------------------------------- select
+
+
+def test_first_backend_of_the_row_that_can_serves(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend(limits=ALL))
+    assert dispatch.select(CALL).backend == "native"
+    fake(native=fake_backend("not built"))
+    with pytest.warns(FallbackWarning):
+        assert dispatch.select(CALL).backend == "reference"
+
+
+@pytest.mark.parametrize("reason", ["not built", "its limits"])
+def test_explicit_choice_is_refused_with_its_reason(reason: str, fake: Callable[..., None]) -> None:
+    limits = Limits(
+        frozenset({F64}), max_hidden=512, max_elements=1000, traceable=False, extra=lambda call: "on Sunday"
+    )
+    fake(native=fake_backend(reason) if reason == "not built" else fake_backend(limits=limits))
+    with pytest.raises(UnsupportedError) as error:
+        dispatch.select(CALL, "native")
+    message = str(error.value)
+    assert isinstance(error.value, NotImplementedError)
+    assert "layer_norm" in message
+    assert "'native'" in message
+    parts = ["not built"] if reason == "not built" else [
+        "input is torch.float32", "weight is torch.bfloat16", "output is torch.float32", "float64",
+        "hidden is 768; at most 512", "at most 1000 are addressed", "on Sunday",
+    ]  # fmt: skip
+    for part in parts:
+        assert part in message
+
+
+def test_explicit_choice_is_obeyed(fake: Callable[..., None]) -> None:
+    fake(apex=fake_backend(limits=ALL), native=fake_backend(limits=ALL))
+    assert dispatch.select(CALL, "apex").backend == "apex"
+    x = torch.randn(2, 8)
+    assert fusedops.layer_norm(x, 8, backend="apex") == "served"
+    assert isinstance(fusedops.layer_norm(x, 8, backend="reference"), torch.Tensor)
+
+
+def test_backend_without_the_op_says_so(fake: Callable[..., None]) -> None:
+    fake(apex=fake_backend())
+    with pytest.raises(UnsupportedError, match="it has no layer_norm"):
+        dispatch.select(CALL, "apex")
+
+
+@pytest.mark.parametrize("call", [lambda **k: fusedops.layer_norm(torch.ones(2, 4), 4, **k), fusedops.use_backend])
+def test_unknown_backend(call: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="expected one of native, triton, apex, reference, got 'cuda'"):
+        call(**{"backend" if call is not fusedops.use_backend else "name": "cuda"})
+
+
+def test_when_nothing_can_serve_every_reason_is_given(
+    fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(native=fake_backend("not built"), triton=fake_backend("not installed"))
+    monkeypatch.setattr(dispatch, "_rows", (Row((), None, ("native", "triton"), "test"),))
+    with pytest.raises(UnsupportedError, match=r"native: not built; triton: not installed"):
+        dispatch.select(CALL)
+
+
+def test_limits_while_compiling_do_not_need_sizes() -> None:
+    limits = Limits(frozenset({F32, BF16}), max_hidden=8, max_elements=8)
+    assert limits.refuse(Call("layer_norm", "cpu", -1, CALL.dtypes, compiling=True)) == []
+    traced = Limits(frozenset({F32, BF16}), traceable=False)
+    assert traced.refuse(Call("layer_norm", "cpu", -1, CALL.dtypes, compiling=True)) == [
+        "it can't be traced by torch.compile"
+    ]
+
+
+# ---------------------------------------------------------------- fallback
+
+
+def test_fallback_to_plain_torch_warns_once_per_reason(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend("not built"))
+    x = torch.randn(2, 8)
+    with pytest.warns(FallbackWarning, match="layer_norm runs in plain PyTorch: native: not built"):
+        fusedops.layer_norm(x, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fusedops.layer_norm(torch.randn(3, 16), 16)
+    with pytest.warns(FallbackWarning, match="rms_norm"):
+        fusedops.rms_norm(x, 8)
+
+
+def test_choosing_plain_torch_does_not_warn(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend("not built"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fusedops.layer_norm(torch.randn(2, 8), 8, backend="reference")
+        with fusedops.use_backend("reference"):
+            fusedops.rms_norm(torch.randn(2, 8), 8)
+
+
+def test_hollow_package_named_apex_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another project owns that bare name."""
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    assert fusedops.backends("cpu")["apex"] is not None
+    assert fusedops.backends("cuda")["apex"] is not None
+
+
+# ---------------------------------------------------------------- use_backend
+
+
+def chosen(op: str = "layer_norm") -> str:
+    args = (torch.randn(2, 8), 8)
+    return fusedops.explain(op, *args).chosen
+
+
+def test_use_backend_nests_and_restores(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend(limits=ALL))
+    before = chosen()
+    with fusedops.use_backend("reference"):
+        assert chosen() == "reference"
+        with fusedops.use_backend("native", ops=["layer_norm"]):
+            assert chosen() == "native"
+            assert chosen("rms_norm") == "reference"
+            with fusedops.use_backend(None):
+                assert chosen() == before
+            assert chosen() == "native"
+        assert chosen() == "reference"
+    assert chosen() == before
+
+
+def test_use_backend_as_a_plain_call_stays() -> None:
+    fusedops.use_backend("reference")
+    assert chosen() == "reference"
+    fusedops.use_backend(None)
+    assert not dispatch._forced
+
+
+def test_use_backend_restores_after_an_error() -> None:
+    with pytest.raises(RuntimeError, match="mine"), fusedops.use_backend("reference"):
+        raise RuntimeError("mine")
+    assert not dispatch._forced
+
+
+def test_use_backend_reaches_calls_seen_before(fake: Callable[..., None]) -> None:
+    x = torch.randn(2, 8)
+    with fusedops.use_backend("reference"):
+        assert isinstance(fusedops.layer_norm(x, 8), torch.Tensor)
+    fake(native=fake_backend(limits=ALL))
+    with fusedops.use_backend("native"):
+        assert fusedops.layer_norm(x, 8) == "served"
+
+
+def test_argument_beats_use_backend(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend("not built"))
+    with fusedops.use_backend("native"):
+        assert isinstance(fusedops.layer_norm(torch.randn(2, 8), 8, backend="reference"), torch.Tensor)
+        with pytest.raises(UnsupportedError):
+            fusedops.layer_norm(torch.randn(2, 8), 8)
+
+
+def test_use_backend_refuses_unknown_ops() -> None:
+    with pytest.raises(ValueError, match=r"ops: expected any of layer_norm, rms_norm.*got .*'norm'"):
+        fusedops.use_backend("native", ops=["norm"])
+    assert not dispatch._forced
+
+
+def test_backward_stays_with_the_backend_of_forward(fake: Callable[..., None]) -> None:
+    """The choice may change between forward and backward, which runs in another thread on GPUs."""
+    served = []
+    module = ModuleType("pair")
+    module.unavailable = lambda device_type: None
+    module.LIMITS = {"rms_norm": ALL}
+    module.rms_norm_fwd = lambda x, weight, eps, offset, dtype: (x.clone(), x.new_ones(len(x)))
+    module.rms_norm_bwd = lambda dy, *rest: (served.append("pair"), (dy.clone(), None))[1]
+    fake(triton=module)
+    x = torch.randn(2, 8, requires_grad=True)
+    y = fusedops.rms_norm(x, 8, backend="triton")
+    with fusedops.use_backend("reference"):
+        y.sum().backward()
+    assert served == ["pair"]
+
+
+# ---------------------------------------------------------------- environment
+
+
+def test_environment_is_parsed() -> None:
+    parsed = config.parse(
+        {"FUSEDOPS_BACKEND": "native", "FUSEDOPS_LOGS": "dispatch, fallback", "FUSEDOPS_TABLE": "t.json", "HOME": "/x"}
+    )
+    assert parsed.forced == {"*": "native"}
+    assert parsed.logs == {"dispatch", "fallback"}
+    assert parsed.table == "t.json"
+    assert not parsed.disabled
+    assert set(parsed.given) == {"FUSEDOPS_BACKEND", "FUSEDOPS_LOGS", "FUSEDOPS_TABLE"}
+    assert config.parse({"FUSEDOPS_BACKEND": "layer_norm=reference, adamw=triton"}).forced == {
+        "layer_norm": "reference",
+        "adamw": "triton",
+    }
+    assert config.parse({"FUSEDOPS_DISABLE": "1"}).disabled
+    empty = config.parse({"FUSEDOPS_BACKEND": "", "FUSEDOPS_DISABLE": ""})
+    assert (empty.forced, empty.disabled, empty.given) == ({}, False, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FUSEDOPS_DISABLE", "yes"), ("FUSEDOPS_BACKEND", "cuda"), ("FUSEDOPS_BACKEND", "layer_norm="),
+        ("FUSEDOPS_BACKEND", "layer_norm=natve"), ("FUSEDOPS_LOGS", "everything"),
+    ],
+)  # fmt: skip
+def test_bad_environment_is_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: expected .*, got "):
+        config.parse({name: value})
+
+
+def test_disabled_is_plain_torch(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None]) -> None:
+    from fusedops.ops import _common
+
+    fake(native=fake_backend(limits=ALL))
+    off = config.parse({"FUSEDOPS_DISABLE": "1"})
+    for module in (dispatch, _common, fusedops.amp):
+        monkeypatch.setattr(module, "CONFIG", off)
+    x = torch.randn(2, 8, dtype=BF16)
+    assert torch.equal(fusedops.layer_norm(x, 8), torch.nn.functional.layer_norm(x, (8,)))
+    with torch.autocast("cpu", BF16):
+        assert fusedops.layer_norm(x, 8).dtype is F32
+    assert "FUSEDOPS_DISABLE" in str(fusedops.explain("layer_norm", x, 8))
+
+
+def test_logs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dispatch, "CONFIG", config.parse({"FUSEDOPS_LOGS": "dispatch"}))
+    with caplog.at_level(logging.INFO, "fusedops"):
+        dispatch.select(CALL, "reference")
+    assert "-> reference" in caplog.text
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_file(folder: Path, *rows: object) -> str:
+    path = folder / "table.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return str(path)
+
+
+def test_rows_of_a_file_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table_file(
+        tmp_path,
+        {"ops": ["layer_norm"], "device": "cpu", "backends": ["reference"], "why": "measured here", "hidden": [0, 8],
+         "dtypes": ["float32"]},
+    )  # fmt: skip
+    rows = dispatch_table.load(path)
+    assert rows[1:] == dispatch_table.SHIPPED
+    monkeypatch.setattr(dispatch, "_rows", rows)
+    assert dispatch.match_row(Call("layer_norm", "cpu", -1, CALL.dtypes, 8, 1)) is rows[0]
+    for other in (
+        Call("rms_norm", "cpu", -1, CALL.dtypes, 8, 1),
+        Call("layer_norm", "mps", 0, CALL.dtypes, 8, 1),
+        Call("layer_norm", "cpu", -1, CALL.dtypes, 9, 1),
+        Call("layer_norm", "cpu", -1, (("input", BF16),), 8, 1),
+        Call("layer_norm", "cpu", -1, CALL.dtypes, compiling=True),  # its size is unknown
+    ):
+        assert dispatch.match_row(other) is not rows[0]
+    text = str(fusedops.explain("layer_norm", torch.randn(1, 8), 8))
+    assert "measured here" in text
+    assert path in text
+
+
+GOOD = {"ops": [], "device": "cpu", "backends": ["reference"], "why": "test"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "3", "null", '{"rows": 3}', '{"rows": [3]}', '{"rows": [["ops"]]}', '{"rows": {"a": 1}}', 
+        "[" * 100_000,
+        *(json.dumps({"rows": [GOOD, {**GOOD, **bad}]}) for bad in (
+            {"backends": ["cuda"]}, {"backends": []}, {"backends": "native"}, {"colour": "red"}, {"hidden": [9, 1]},
+            {"hidden": ["a", "b"]}, {"rows": [1, 2, 3]}, {"capability": 90}, {"ops": "layer_norm"}, {"ops": [1]},
+            {"device": ["cpu"]}, {"dtypes": "float32"}, {"why": None}, {"hidden": [0.0, 1.5]},
+        )),
+        json.dumps({"rows": [{"ops": []}]}),
+    ],
+)  # fmt: skip
+def test_broken_table_is_ignored_with_one_warning(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="is ignored") as caught:
+        assert dispatch_table.load(str(path)) == dispatch_table.SHIPPED
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+
+
+def test_table_that_is_not_text_or_not_there(tmp_path: Path) -> None:
+    binary = tmp_path / "table.pickle"
+    binary.write_bytes(b"\x80\x04\xff\xfe")
+    for path in (binary, tmp_path, tmp_path / "absent.json"):
+        with pytest.warns(UserWarning, match="is ignored"):
+            assert dispatch_table.load(str(path)) == dispatch_table.SHIPPED
+
+
+def test_every_shipped_call_ends_in_plain_torch() -> None:
+    """The last row matches everything, and reference stands last in every shipped row."""
+    assert all(row.backends[-1] == "reference" and row.why for row in dispatch_table.SHIPPED)
+    assert dispatch_table.SHIPPED[-1].matches(Call("anything", "privateuseone", 0, (("input", torch.int8),)))
+
+
+# ---------------------------------------------------------------- explain
+
+
+def test_explain_prints_row_verdicts_and_origin(fake: Callable[..., None]) -> None:
+    fake(native=fake_backend("not built"))
+    x, w = torch.randn(6, 768, dtype=BF16), torch.randn(768)
+    text = str(fusedops.explain("layer_norm", x, 768, w))
+    for part in (
+        "layer_norm on cpu: input bfloat16, weight float32, output bfloat16, hidden 768",
+        "runs on   reference   (dispatch table)",
+        "native > reference",
+        "native    no: not built",
+        "reference can run",
+        "default",
+    ):
+        assert part in text, text
+    assert str(fusedops.explain(fusedops.layer_norm, x, 768, w)) == text
+    assert "backend= argument" in str(fusedops.explain("layer_norm", x, 768, backend="reference"))
+    with fusedops.use_backend("native"):
+        text = str(fusedops.explain("layer_norm", x, 768))
+        assert "use_backend" in text
+        assert "nothing: native was asked for and can't serve it" in text
+
+
+def test_explain_runs_nothing_and_refuses_unknown_ops() -> None:
+    with pytest.raises(ValueError, match=r"expected one of layer_norm, rms_norm, .*got 'norm'"):
+        fusedops.explain("norm", torch.randn(2, 2), 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_says_what_select_does(op: str) -> None:
+    x = torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        explanation = fusedops.explain(op, x, 8)
+        assert dispatch.select(explanation.call).backend == explanation.chosen
+
+
+# ---------------------------------------------------------------- compile
+
+
+def test_traced_calls_are_chosen_as_such(fake: Callable[..., None]) -> None:
+    """A backend that can't be traced is passed over; the width is no part of the choice."""
+    refusing = Limits(frozenset({F32}), traceable=False)
+    fake(native=fake_backend(limits=refusing))
+    x = torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda a: fusedops.layer_norm(a, 8), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), torch.nn.functional.layer_norm(x, (8,)))
+    assert fusedops.layer_norm(x, 8) == "served"
+
+
+def test_compiled_code_notices_use_backend() -> None:
+    x = torch.randn(2, 8)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda a: fusedops.layer_norm(a, 8), backend=counter, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        with fusedops.use_backend("reference"):
+            first = compiled(x)
+            once = counter.frame_count
+            compiled(x)
+        assert counter.frame_count == once
+        if fusedops.backends("cpu")["native"] is None:
+            with fusedops.use_backend("native"):
+                torch.testing.assert_close(compiled(x), first)
+            assert counter.frame_count == once + 1
