@@ -315,7 +315,7 @@ GOOD = {"ops": [], "device": "cpu", "backends": ["reference"], "why": "test"}
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "3", "null", '{"rows": 3}', '{"rows": [3]}', '{"rows": [["ops"]]}', '{"rows": {"a": 1}}', 
+        "", "{", "[]", "3", "null", '{"rows": 3}', '{"rows": [3]}', '{"rows": [["ops"]]}', '{"rows": {"a": 1}}',
         "[" * 100_000,
         *(json.dumps({"rows": [GOOD, {**GOOD, **bad}]}) for bad in (
             {"backends": ["cuda"]}, {"backends": []}, {"backends": "native"}, {"colour": "red"}, {"hidden": [9, 1]},

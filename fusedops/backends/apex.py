@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -43,10 +44,17 @@ _NARROW = (torch.float16, torch.bfloat16)
 _MAX_ELEMENTS = 2**31 - 1
 
 
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a stand-in that somebody put into sys.modules has no spec
+        return False
+
+
 @functools.cache
 def extension(name: str) -> ModuleType | str:
     """Return an extension module of Apex, or the reason why there is none."""
-    if importlib.util.find_spec(name) is None:
+    if not _installed(name):
         return f"{name} is not installed"
     try:
         return importlib.import_module(name)
@@ -68,7 +76,7 @@ def unavailable(device_type: str) -> str | None:
     if None in absent.values():
         return None
     reasons = "; ".join(str(reason) for reason in absent.values())
-    if importlib.util.find_spec("apex") is not None:
+    if "apex" in sys.modules or _installed("apex"):
         return f"a package named apex is there, but not NVIDIA Apex's extensions (PyPI's apex is not it): {reasons}"
     return f"NVIDIA Apex's extensions are not there: {reasons}"
 
