@@ -38,7 +38,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config
+from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config, resolve_device
 from fusedops.train.data import Corpus, load_corpus
 from fusedops.train.loop import evaluate, prepare, train
 from fusedops.train.meter import EnergyMeter, reset_peak_memory
@@ -148,13 +148,14 @@ def main() -> int:
     parser.add_argument("--seq", type=int)
     parser.add_argument("--lr", type=float, help="default: half of the model's usual rate")
     parser.add_argument("--amp", choices=AMP_DTYPES)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N")
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("agreement-%Y-%m-%d_%H%M%S"))
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error("--seeds: expected at least 2; one difference has no spread")
 
+    args.device = str(resolve_device(args.device))
     config = default_config(torch.device(args.device), args.model)
     config = dataclasses.replace(config, lr=config.lr / 2)
     fields = [field.name for field in dataclasses.fields(TrainConfig) if hasattr(args, field.name)]

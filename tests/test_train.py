@@ -395,6 +395,8 @@ class TestCommand:
             (["train", "--resume", str(tmp_path)], "no run in"),
             (["train", "--data", str(tmp_path / "absent")], "does not exist"),
             (["train", "--device", "mps"], "device: expected"),
+            (["train", "--device", "gpu"], "device: expected"),
+            (["train", "--device", "cuda:99"], "CUDA devices, got 'cuda:99'"),
             (["train", "--device", "cpu", "--seq", "9999"], "reads at most 256 tokens"),
         ]:
             capsys.readouterr()

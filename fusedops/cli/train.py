@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusedops.train import plots
-from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config
+from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config, resolve_device
 from fusedops.train.data import Corpus, load_corpus
 from fusedops.train.loop import PHASES, VARIANTS, Record
 from fusedops.train.model import MODELS
@@ -66,11 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> tuple[Plan, Corpus]:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {args.device!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: this torch sees no CUDA device; use --device cpu")
+    device = resolve_device(args.device)
     config = dataclasses.replace(default_config(device, args.model), **_given(args))
     corpus = load_corpus(config.data, config.seq)
     out = args.out or Path("runs") / time.strftime("%Y-%m-%d_%H%M%S")
@@ -99,6 +95,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in CONFIG_OPTIONS if getattr(args, name) is not None}
     if "data" in given:
         given["data"] = str(Path(given["data"]).absolute())
+    if "device" in given:
+        given["device"] = str(resolve_device(given["device"]))
     return given
 
 

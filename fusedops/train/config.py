@@ -66,6 +66,27 @@ class TrainConfig:
         return asdict(self)
 
 
+def resolve_device(name: str | None) -> torch.device:
+    """The device meant by `cpu`, `cuda` or `cuda:N`, a GPU always with its number; None: a GPU where there is one.
+
+    Raises:
+        ValueError: there is no such device, or it is of a kind that is not supported here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device: expected cpu, cuda or cuda:N, got {name!r}")
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        raise ValueError(f"device: this torch sees {count} CUDA devices, got {name!r}")
+    return torch.device("cuda", index)
+
+
 def default_config(device: torch.device, model: str | None = None) -> TrainConfig:
     """The run for this machine: `nano` on a CPU, `124M` on a GPU, with a batch that fits the GPU's memory."""
     on_gpu = device.type == "cuda"

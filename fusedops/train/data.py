@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -103,9 +104,9 @@ def _windows(data: Tensor, starts: Tensor, seq: int) -> Tensor:
 
 
 def _stdlib_files(root: Path) -> Iterator[Path]:
-    for file in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(file.relative_to(root).parts):
-            yield file
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
 def _user_files(path: Path) -> list[Path]:

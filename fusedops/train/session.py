@@ -166,9 +166,9 @@ class Interrupt:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Where a run took place, as JSON values."""
-    on_gpu = device.type == "cuda"
+    on_gpu, threads = device.type == "cuda", torch.get_num_threads()
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {threads} thread{'s'[: threads > 1]}",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "python": platform.python_version(),
