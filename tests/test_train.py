@@ -443,6 +443,8 @@ class TestCommand:
         from fusedops.cli import train as command
 
         results = {"plain": {"validation_loss": 2.0}, "fused": {"validation_loss": 2.001}}
+        far = {"plain": {"validation_loss": 2.0}, "fused": {"validation_loss": float("nan")}}
+        assert "please report" in command._cpu_note(far)
         monkeypatch.setattr(command, "MEASURED", tmp_path / "absent.json")
         assert command._cpu_note(results).endswith("not speed.")
         measured = {"commit": "abc", "environment": {"device": "NVIDIA X"}, "results": {}}
@@ -456,9 +458,23 @@ class TestCommand:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-def test_both_runs_learn_the_same_on_a_gpu(tmp_path, text, amp):
-    plan, corpus = make_plan(tmp_path / "out", text, steps=20, amp=amp, device="cuda:0", batch=8, seq=128)
-    results = [run_variant(plan, variant, corpus)[1] for variant in VARIANTS]
-    assert results[0]["validation_loss"] == pytest.approx(results[1]["validation_loss"], abs=0.05)
-    assert all(result["peak_memory_bytes"] > 0 for result in results)
+class TestGpu:
+    @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+    def test_both_runs_learn_the_same(self, tmp_path, text, amp):
+        plan, corpus = make_plan(tmp_path / "out", text, steps=20, amp=amp, device="cuda:0", batch=8, seq=128)
+        results = [run_variant(plan, variant, corpus)[1] for variant in VARIANTS]
+        assert results[0]["validation_loss"] == pytest.approx(results[1]["validation_loss"], abs=0.05)
+        assert all(result["peak_memory_bytes"] > 0 for result in results)
+        assert all(result["ms"]["step"] > 0 for result in results)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_resuming_goes_on_where_it_stopped(self, tmp_path, text, variant):
+        """Not bitwise: attention's backward adds in no fixed order on a GPU."""
+        changes = {"steps": 20, "amp": "fp16", "device": "cuda:0", "batch": 8, "seq": 128}
+        whole, corpus = make_plan(tmp_path / "whole", text, **changes)
+        expected, _ = run_variant(whole, variant, corpus)
+        parts, _ = make_plan(tmp_path / "parts", text, **changes)
+        steps_left = iter(range(9, -1, -1))
+        assert run_variant(parts, variant, corpus, stop=lambda: next(steps_left) == 0)[1] is None
+        records, _ = run_variant(parts, variant, corpus)
+        torch.testing.assert_close(torch.tensor(losses(records)), torch.tensor(losses(expected)), rtol=0, atol=0.05)
