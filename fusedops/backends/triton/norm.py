@@ -38,7 +38,7 @@ FORWARD = (
     RowConfig(512, rows=2, warps=1),
     RowConfig(1024, rows=1, warps=1),
     RowConfig(2048, rows=1, warps=4),
-    RowConfig(4096, rows=1, warps=8),
+    RowConfig(4096, rows=1, warps=4),
     RowConfig(8192, rows=1, warps=16),
     RowConfig(16384, rows=1, warps=16),
     RowConfig(32768, rows=1, warps=32),

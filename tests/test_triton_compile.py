@@ -1,0 +1,196 @@
+"""Every Triton kernel compiled ahead of time for every supported architecture, without a GPU.
+
+The launch code itself picks kernels and configurations; a launcher that compiles instead of running stands in. Read
+from the results: no spilled registers, shared memory within the device's, 16-byte accesses where addresses allow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from fusedops.backends.triton import adam, norm, tables  # noqa: E402
+from fusedops.backends.triton import adam_kernels as kernels  # noqa: E402
+from fusedops.backends.triton.launch import DeviceLimits  # noqa: E402
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Shared memory a program may ask for, in KiB, by architecture.
+ARCHITECTURES = {75: 64, 80: 163, 90: 227, 100: 227, 120: 99}
+WIDTHS = (64, 256, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 32768, 50257)
+# A 32,768-wide fp32 row on 1,024 threads is one register short, which costs less than reading the row twice.
+ONE_REGISTER = 8  # bytes, stored and loaded
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Kernel(NamedTuple):
+    """What the compiler made of one launch."""
+
+    name: str
+    ptx: str
+    shared: int
+    registers: int
+    spilled: int
+
+    def accesses(self, kind: str) -> list[str]:
+        """Global loads (`ld`), stores (`st`) or copies to shared memory (`cp`) as the PTX has them."""
+        patterns = {"ld": r"\bld\.global\S*", "st": r"\bst\.global\S*", "cp": r"\bcp\.async\.c[ag]\.[^;]*"}
+        return re.findall(patterns[kind], self.ptx)
+
+
+class FakeDriver:
+    """Names a target to the compiler. Devices are numbered by architecture, out of the way of real ones."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 1000 + self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Return a function that compiles all launches of a call for an architecture."""
+
+    def compile_call(architecture: int, call: Any) -> list[Kernel]:
+        made = []
+
+        def compile_only(kernel, grid, device, args, meta, warps):
+            args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
+            compiled = kernel.warmup(*args, **meta, grid=grid, num_warps=warps)
+            made.append(read(compiled, architecture, tmp_path))
+
+        monkeypatch.setattr(driver, "_active", FakeDriver(architecture))
+        limits = DeviceLimits(multiprocessors=132, shared_bytes=ARCHITECTURES[architecture] * 1024)
+        for module in (norm, adam, tables):
+            monkeypatch.setattr(module, "launch", compile_only)
+        monkeypatch.setattr(norm, "device_limits", lambda _: limits)
+        call()
+        for kernel in made:
+            assert kernel.spilled <= ONE_REGISTER, (kernel.name, kernel.registers, kernel.spilled)
+            assert kernel.shared <= limits.shared_bytes, kernel.name
+        return made
+
+    return compile_call
+
+
+def read(compiled: Any, architecture: int, folder: Path) -> Kernel:
+    """Assemble the PTX once more with Triton's own assembler, which then tells registers and spills."""
+    source = folder / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    target = re.search(r"\.target (\S+)", compiled.asm["ptx"]).group(1)
+    assembler = BIN / ("ptxas-blackwell" if architecture >= 100 else "ptxas")
+    command = [str(assembler), "-v", f"-arch={target}", str(source), "-o", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    registers = int(re.search(r"Used (\d+) registers", said).group(1))
+    return Kernel(compiled.metadata.name, compiled.asm["ptx"], compiled.metadata.shared, registers, spilled)
+
+
+def norm_calls(hidden: int, dtype: torch.dtype, param: torch.dtype, rows: int = 4096) -> dict[str, Any]:
+    x = torch.empty(rows, hidden, dtype=dtype, device="meta")
+    weight = torch.empty(hidden, dtype=param, device="meta")
+    stat = torch.empty(rows, device="meta")
+    return {
+        "layer_norm_fwd": lambda: norm.layer_norm_fwd(x, weight, weight, 1e-5, dtype),
+        "layer_norm_bwd": lambda: norm.layer_norm_bwd(x, x, weight, stat, stat, (True, True, True), param),
+        "rms_norm_fwd": lambda: norm.rms_norm_fwd(x, weight, 1e-6, 0.0, dtype),
+        "rms_norm_bwd": lambda: norm.rms_norm_bwd(x, x, weight, stat, 0.0, (True, True)),
+    }
+
+
+def cells(full: bool) -> list[tuple[int, int, torch.dtype, torch.dtype]]:
+    """Quick: what amp gives, at every configuration's width on one architecture and at two widths on the others."""
+    if full:
+        mixes = ((BF16, F32), (F32, F32), (F16, F16))
+        return [(arch, hidden, *mix) for arch in ARCHITECTURES for hidden in WIDTHS for mix in mixes]
+    one = [(90, hidden, BF16, F32) for hidden in (256, 512, 768, 1024, 2048, 4096, 5120, 8192, 12288, 32768, 50257)]
+    return one + [(arch, hidden, F32, F32) for arch in ARCHITECTURES for hidden in (768, 4096)]
+
+
+def test_norms_compile_without_spills(compiler, pytestconfig):
+    for architecture, hidden, dtype, param in cells(pytestconfig.getoption("--full")):
+        for call in norm_calls(hidden, dtype, param).values():
+            assert compiler(architecture, call)
+
+
+@pytest.mark.parametrize("hidden", [768, 4096, 5120])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_norms_move_sixteen_bytes_at_a_time(compiler, hidden, dtype):
+    calls = norm_calls(hidden, dtype, dtype)
+    (forward,) = compiler(90, calls["rms_norm_fwd"])
+    wide = [access for access in forward.accesses("ld") if ".v4.b32" in access or ".v2.b64" in access]
+    assert len(wide) >= len(forward.accesses("ld")) / 2
+    assert any(".v4.b32" in access or ".v2.b64" in access for access in forward.accesses("st"))
+    backward, _ = compiler(90, calls["layer_norm_bwd"])
+    copies = backward.accesses("cp")
+    assert any(re.search(r"0x10|, 16", copy) for copy in copies), "rows to come are not copied ahead in 16 bytes"
+
+
+def test_misaligned_rows_compile_too(compiler):
+    x = torch.empty(8, 1027, device="meta")[:, :1025]  # no stride or width that vectors would fit
+    assert compiler(90, lambda: norm.layer_norm_fwd(x, None, None, 1e-5, F32))
+
+
+def test_row_count_changes_compile_nothing(compiler):
+    def hashes(rows: int) -> set[str]:
+        return {kernel.ptx for call in norm_calls(768, BF16, F32, rows).values() for kernel in compiler(90, call)}
+
+    assert hashes(1) == hashes(16) == hashes(17) == hashes(4096)
+
+
+def adam_calls(param: torch.dtype, state: torch.dtype, master: bool, amsgrad: bool) -> dict[str, Any]:
+    p, s = torch.zeros(64, dtype=param), torch.zeros(64, dtype=state)
+    plan = adam.adam_plan(
+        [p], [s], [s], [s] if amsgrad else [], [p.float() if master else None], [torch.zeros(())], [0]
+    )
+    one = torch.ones(1)
+    lists = ([1e-3], [0.9], [0.99], [1e-8], [0.1], [True], [amsgrad], [False])
+    return {
+        "step": lambda: plan.step([p], *lists, one, one, one, 1.0),
+        "grad_norm": lambda: adam.grad_norm([p], one, one),
+        "grad_scale_": lambda: adam.grad_scale_([p], one),
+    }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("param", "state", "master", "amsgrad"),
+    [(F32, F32, False, False), (BF16, F32, True, False), (BF16, BF16, False, False), (F32, F32, False, True)],
+)
+def test_adam_compiles_with_vectors(compiler, architecture, param, state, master, amsgrad):
+    for name, call in adam_calls(param, state, master, amsgrad).items():
+        made = {kernel.name: kernel for kernel in compiler(architecture, call)}
+        if name == "step":
+            update = made["adam_kernel"]
+            tensors = 3 + amsgrad + master  # parameter, both moments
+            assert len([a for a in update.accesses("st") if ".v4" in a or ".v2.b64" in a]) >= tensors
+        elif name == "grad_norm":
+            assert any(".v4" in access or ".v2.b64" in access for access in made["grad_norm_kernel"].accesses("ld"))
+
+
+def test_upload_kernel_compiles_once_for_all_values(compiler):
+    def ptx(value: int) -> str:
+        device, args = torch.device("cpu"), (torch.empty(16, dtype=torch.int64), *[value] * 16)
+        (kernel,) = compiler(90, lambda: tables.launch(kernels.upload_kernel, (1,), device, args, {}, 1))
+        return kernel.ptx
+
+    assert ptx(1) == ptx(16) == ptx(2**40)
