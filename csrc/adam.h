@@ -1,0 +1,212 @@
+// Adam's data and arithmetic, shared by the host code, the CPU kernels and the CUDA kernels.
+//
+// One step of one element, in torch's order (arithmetic in fp32, in fp64 for fp64 parameters; every value is rounded to its storage type once):
+//   g  = grad_factor * grad                       grad_factor = ±1 / grad_scale * clip coefficient
+//   g += l2 * p                                   Adam:  l2 = weight_decay, decay = 1
+//   m  = lerp(m, g, 1 - beta1)
+//   v  = beta2 * v + (1 - beta2) * g * g
+//   p  = p * decay - step_size * m / (sqrt(v) / sqrt(bias_correction2) + eps)
+//                                                 AdamW: l2 = 0, decay = 1 - lr * weight_decay
+// Source: Kingma & Ba 2015 (arXiv:1412.6980), Loshchilov & Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (AMSGrad, arXiv:1904.09237).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "dtype.h"
+
+typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only .cu files include
+
+#if defined(__CUDACC__)
+#define FUSEDOPS_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FUSEDOPS_HOST_DEVICE inline __attribute__((always_inline))  // into one CPU function per instruction set
+#endif
+
+namespace fusedops::adam {
+
+// Which body of the CUDA kernel serves a tensor: the common dtype tuples are compiled for, any other is decided by uniform branches at run time.
+enum class Path : uint8_t {
+  kFloat,                // param, grad, state fp32
+  kBFloat,               // all bf16
+  kHalf,                 // all fp16
+  kBFloatMaster,         // param, grad bf16; state, master fp32
+  kHalfMaster,           // param, grad fp16; state, master fp32
+  kBFloatMasterMainGrad, // param bf16; grad, state, master fp32
+  kBFloatState,          // param, grad bf16; state fp32
+  kHalfState,            // param, grad fp16; state fp32
+  kRuntime,              // any other tuple of 16- and 32-bit types, and amsgrad
+  kDouble,               // fp64 parameters
+};
+
+struct alignas(16) TensorRecord {
+  void* param;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;  // of exp_avg_sq's dtype; null unless amsgrad
+  float* master;         // null: the parameter itself is read and written
+  float* step;
+  int64_t numel;
+  DType param_dtype;
+  DType grad_dtype;
+  DType exp_avg_dtype;
+  DType exp_avg_sq_dtype;
+  Path path;
+  uint8_t unused;
+  uint16_t group;
+};
+static_assert(sizeof(TensorRecord) == 64);
+
+// One group's hyper-parameters for one step.
+struct GroupParams {
+  double lr;
+  const void* lr_tensor;  // device memory to read lr from; null: lr holds it
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  DType lr_dtype;
+  bool decoupled;
+  bool maximize;
+};
+
+// What concerns all groups of one step. Null pointers stand for absent tensors.
+struct StepInputs {
+  const float* grad_scale;
+  const float* found_inf;
+  const void* grad_norm;  // read only when clip
+  double max_grad_norm;
+  DType grad_norm_dtype;
+  bool clip;
+};
+
+template <class T>
+struct Coefficients {
+  T grad_factor;
+  T l2;
+  T decay;
+  T one_minus_beta1;
+  T beta2;
+  T one_minus_beta2;
+  T rsqrt_correction2;  // 1 / sqrt(1 - beta2^step)
+  T eps;
+  T step_size;          // lr / (1 - beta1^step)
+};
+
+struct alignas(16) Scalars {
+  Coefficients<float> single;
+  int32_t active;  // 0: nothing of this tensor changes (no gradient, or an inf was found)
+  Coefficients<double> full;
+};
+
+FUSEDOPS_HOST_DEVICE double read_scalar(const void* pointer, DType dtype) {
+  return dtype == DType::f64 ? *static_cast<const double*>(pointer) : static_cast<double>(*static_cast<const float*>(pointer));
+}
+
+FUSEDOPS_HOST_DEVICE double grad_factor(const StepInputs& inputs) {
+  double factor = inputs.grad_scale != nullptr ? 1.0 / static_cast<double>(*inputs.grad_scale) : 1.0;
+  if (inputs.clip) {
+    const double coefficient = inputs.max_grad_norm / (read_scalar(inputs.grad_norm, inputs.grad_norm_dtype) + 1e-6);
+    factor *= coefficient >= 1.0 ? 1.0 : coefficient;  // a NaN norm stays NaN, as in torch
+  }
+  return factor;
+}
+
+// step is the number of this step, counted from 1.
+FUSEDOPS_HOST_DEVICE Coefficients<double> coefficients(const GroupParams& group, double lr, double factor, double step) {
+  Coefficients<double> c;
+  c.grad_factor = group.maximize ? -factor : factor;
+  c.l2 = group.decoupled ? 0.0 : group.weight_decay;
+  c.decay = group.decoupled ? 1.0 - lr * group.weight_decay : 1.0;
+  c.one_minus_beta1 = 1.0 - group.beta1;
+  c.beta2 = group.beta2;
+  c.one_minus_beta2 = 1.0 - group.beta2;
+  c.rsqrt_correction2 = 1.0 / sqrt(1.0 - pow(group.beta2, step));
+  c.eps = group.eps;
+  c.step_size = lr / (1.0 - pow(group.beta1, step));
+  return c;
+}
+
+FUSEDOPS_HOST_DEVICE Scalars scalars(const Coefficients<double>& c) {
+  Scalars s;
+  s.full = c;
+  s.single = {static_cast<float>(c.grad_factor),       static_cast<float>(c.l2),    static_cast<float>(c.decay),
+              static_cast<float>(c.one_minus_beta1),   static_cast<float>(c.beta2), static_cast<float>(c.one_minus_beta2),
+              static_cast<float>(c.rsqrt_correction2), static_cast<float>(c.eps),   static_cast<float>(c.step_size)};
+  s.active = 1;
+  return s;
+}
+
+// Updates m, v and g (scratch), returns what the bias-corrected denominator is taken of.
+template <class T>
+FUSEDOPS_HOST_DEVICE void update_moments(T g, T p, T& m, T& v, const Coefficients<T>& c) {
+  g *= c.grad_factor;
+  if (c.l2 != T(0)) g += c.l2 * p;  // not 0 * inf
+  // torch's lerp: from the nearer end, so that beta1 = 0 gives exactly g.
+  const T gap = g - m;
+  m = c.one_minus_beta1 < T(0.5) ? m + c.one_minus_beta1 * gap : g - (T(1) - c.one_minus_beta1) * gap;
+  v = c.beta2 * v + c.one_minus_beta2 * g * g;
+}
+
+template <class T>
+FUSEDOPS_HOST_DEVICE T updated_param(T p, T m, T v, const Coefficients<T>& c) {
+  const T denominator = sqrt(v) * c.rsqrt_correction2 + c.eps;
+  return p * c.decay - c.step_size * (m / denominator);
+}
+
+// max that keeps a NaN of either side, as torch.maximum.
+template <class T>
+FUSEDOPS_HOST_DEVICE T maximum(T a, T b) {
+  return (b > a || b != b) ? b : a;
+}
+
+inline Path choose_path(const TensorRecord& r) {
+  constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
+  if (r.param_dtype == DType::f64) return Path::kDouble;
+  if (r.max_exp_avg_sq != nullptr || r.exp_avg_dtype != r.exp_avg_sq_dtype) return Path::kRuntime;
+  const bool master = r.master != nullptr;
+  const auto is = [&](DType param, DType grad, DType state, bool with_master) {
+    return r.param_dtype == param && r.grad_dtype == grad && r.exp_avg_dtype == state && master == with_master;
+  };
+  if (is(f32, f32, f32, false)) return Path::kFloat;
+  if (is(bf16, bf16, bf16, false)) return Path::kBFloat;
+  if (is(f16, f16, f16, false)) return Path::kHalf;
+  if (is(bf16, bf16, f32, true)) return Path::kBFloatMaster;
+  if (is(f16, f16, f32, true)) return Path::kHalfMaster;
+  if (is(bf16, f32, f32, true)) return Path::kBFloatMasterMainGrad;
+  if (is(bf16, bf16, f32, false)) return Path::kBFloatState;
+  if (is(f16, f16, f32, false)) return Path::kHalfState;
+  return Path::kRuntime;
+}
+
+}  // namespace fusedops::adam
+
+namespace fusedops::cpu {
+
+// Elements [begin, end) of one tensor.
+void adam_update(const adam::TensorRecord& record, const void* grad, const adam::Scalars& scalars, int64_t begin, int64_t end);
+
+}  // namespace fusedops::cpu
+
+namespace fusedops::cuda {
+
+struct Chunk;
+
+// Device memory of one plan on one stream.
+struct AdamTables {
+  const adam::TensorRecord* records;  // [tensors]
+  const void* const* grads;           // [tensors], null: no gradient
+  adam::Scalars* scalars;             // [tensors], written by the prologue
+  const Chunk* chunks;                // [chunk_count]
+  int64_t tensor_count;
+  int64_t chunk_count;
+};
+
+// Elements of one chunk of the table that adam_step walks.
+int64_t adam_chunk_size();
+
+// Two launches, one more for every 64 groups past the first 64. Returns null, or what CUDA said of them.
+const char* adam_step(const AdamTables& tables, const adam::GroupParams* groups, int64_t group_count, const adam::StepInputs& inputs,
+                      cudaStream_t stream);
+
+}  // namespace fusedops::cuda
