@@ -196,7 +196,8 @@ def extension(torch, info: dict[str, object]) -> Extension:
 
     cuda, release = cuda_toolkit(torch)
     sources = [*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/ops/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")]
-    cxx = ["-O3", "-g0", "-fopenmp"]  # not linked with -fopenmp: torch's own OpenMP runtime serves us too
+    # Not linked with -fopenmp: torch's own OpenMP runtime serves us too. sqrt that sets errno cannot be vectorised.
+    cxx = ["-O3", "-g0", "-fopenmp", "-fno-math-errno"]
     nvcc = ["-O3", "--threads", "2"]
     settings = {"include_dirs": [str(ROOT / "csrc")], "define_macros": [], "libraries": [], "library_dirs": []}
     if cuda:

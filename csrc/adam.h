@@ -36,8 +36,12 @@ enum class Path : uint8_t {
   kBFloatState,          // param, grad bf16; state fp32
   kHalfState,            // param, grad fp16; state fp32
   kRuntime,              // any other tuple of 16- and 32-bit types, and amsgrad
-  kDouble,               // fp64 parameters
+  kElements,             // memory that no vector fits: one element at a time
+  kDouble,               // fp64 parameters, likewise
 };
+
+// Elements of one vector of a path: 16 bytes of the tuple's widest type.
+FUSEDOPS_HOST_DEVICE constexpr int vector_elements(Path path) { return path == Path::kBFloat || path == Path::kHalf ? 8 : 4; }
 
 struct alignas(16) TensorRecord {
   void* param;
@@ -148,10 +152,37 @@ FUSEDOPS_HOST_DEVICE void update_moments(T g, T p, T& m, T& v, const Coefficient
   v = c.beta2 * v + c.one_minus_beta2 * g * g;
 }
 
+FUSEDOPS_HOST_DEVICE double root(double x) { return sqrt(x); }
+FUSEDOPS_HOST_DEVICE double quotient(double a, double b) { return a / b; }
+
+// On the device within one ULP and without the slow-path calls of the IEEE forms, which cost registers and keep loads from overlapping. 0, inf and
+// NaN come out as IEEE's; a denominator below 2^-126 counts as 0.
+FUSEDOPS_HOST_DEVICE float root(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return sqrtf(x);
+#endif
+}
+
+FUSEDOPS_HOST_DEVICE float quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(b));
+  const float first = a * reciprocal;
+  const float refined = fmaf(fmaf(-b, first, a), reciprocal, first);
+  return refined == refined ? refined : first;  // inf * 0 in the refinement
+#else
+  return a / b;
+#endif
+}
+
 template <class T>
 FUSEDOPS_HOST_DEVICE T updated_param(T p, T m, T v, const Coefficients<T>& c) {
-  const T denominator = sqrt(v) * c.rsqrt_correction2 + c.eps;
-  return p * c.decay - c.step_size * (m / denominator);
+  const T denominator = root(v) * c.rsqrt_correction2 + c.eps;
+  return p * c.decay - c.step_size * quotient(m, denominator);
 }
 
 // max that keeps a NaN of either side, as torch.maximum.
@@ -160,9 +191,8 @@ FUSEDOPS_HOST_DEVICE T maximum(T a, T b) {
   return (b > a || b != b) ? b : a;
 }
 
-inline Path choose_path(const TensorRecord& r) {
+inline Path path_for_dtypes(const TensorRecord& r) {
   constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
-  if (r.param_dtype == DType::f64) return Path::kDouble;
   if (r.max_exp_avg_sq != nullptr || r.exp_avg_dtype != r.exp_avg_sq_dtype) return Path::kRuntime;
   const bool master = r.master != nullptr;
   const auto is = [&](DType param, DType grad, DType state, bool with_master) {
@@ -177,6 +207,18 @@ inline Path choose_path(const TensorRecord& r) {
   if (is(bf16, bf16, f32, false)) return Path::kBFloatState;
   if (is(f16, f16, f32, false)) return Path::kHalfState;
   return Path::kRuntime;
+}
+
+inline Path choose_path(const TensorRecord& r) {
+  if (r.param_dtype == DType::f64) return Path::kDouble;
+  if (r.grad_dtype == DType::f64) return Path::kElements;
+  const Path path = path_for_dtypes(r);
+  const auto aligned = [&](const void* pointer, DType dtype) {
+    return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(vector_elements(path) * size_of(dtype)) == 0;
+  };
+  const bool vectors = aligned(r.param, r.param_dtype) && aligned(r.exp_avg, r.exp_avg_dtype) && aligned(r.exp_avg_sq, r.exp_avg_sq_dtype) &&
+                       aligned(r.max_exp_avg_sq, r.exp_avg_sq_dtype) && aligned(r.master, DType::f32);
+  return vectors ? path : Path::kElements;  // the gradient's alignment may change from step to step: the kernel looks at it
 }
 
 }  // namespace fusedops::adam

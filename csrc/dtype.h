@@ -3,7 +3,7 @@
 
 namespace fusedops {
 
-enum class DType : int { f32, f16, bf16, f64 };
+enum class DType : unsigned char { f32, f16, bf16, f64 };
 
 inline int size_of(DType dtype) {
   switch (dtype) {

@@ -11,8 +11,8 @@ namespace fusedops::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocksPerSM = 4;
+constexpr int kThreads = 128;
+constexpr int kBlocksPerSM = 7;
 constexpr int kUnroll = 2;
 constexpr int kChunk = 8192;
 constexpr int kPrologueThreads = 64;

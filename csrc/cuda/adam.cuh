@@ -66,39 +66,70 @@ struct RuntimeTypes {
   bool amsgrad;
 };
 
-// One chunk's tensors; pointers are at the chunk's first element.
-struct ChunkPointers {
-  char* param;
-  const char* grad;
+// What one block works on, in shared memory: registers are for the vectors in flight.
+struct Tile {
+  char* param;  // all pointers are at the chunk's first element; null where there is no such tensor
   char* exp_avg;
   char* exp_avg_sq;
   char* max_exp_avg_sq;
   char* master;
+  char* grad;
+  Scalars scalars;
+  RuntimeTypes types;
+  int count;
+  Path path;
 };
 
-// Updates the whole vectors among the first count elements, returns how many elements they hold.
+// Each of the first threads fetches one field, so that the block waits for memory once.
+__device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record, const void* const& grad, const Scalars& scalars, int64_t first,
+                                          int chunk_size) {
+  const int t = int(threadIdx.x);
+  const auto shifted = [first](const void* base, DType dtype) {
+    return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * width_of(dtype) : nullptr;
+  };
+  switch (t) {
+    case 0: tile.param = shifted(record.param, record.param_dtype); break;
+    case 1: tile.exp_avg = shifted(record.exp_avg, record.exp_avg_dtype); break;
+    case 2: tile.exp_avg_sq = shifted(record.exp_avg_sq, record.exp_avg_sq_dtype); break;
+    case 3: tile.max_exp_avg_sq = shifted(record.max_exp_avg_sq, record.exp_avg_sq_dtype); break;
+    case 4: tile.master = shifted(record.master, DType::f32); break;
+    case 5: tile.grad = shifted(grad, record.grad_dtype); break;
+    case 6:
+      tile.types = {record.param_dtype,      record.grad_dtype,        record.exp_avg_dtype,
+                    record.exp_avg_sq_dtype, record.master != nullptr, record.max_exp_avg_sq != nullptr};
+      tile.path = record.path;
+      break;
+    case 7: tile.count = int(record.numel - first < chunk_size ? record.numel - first : chunk_size); break;
+  }
+  constexpr int kWords = sizeof(Scalars) / sizeof(uint32_t);
+  if (t >= 32 && t < 32 + kWords) {
+    reinterpret_cast<uint32_t*>(&tile.scalars)[t - 32] = reinterpret_cast<const uint32_t*>(&scalars)[t - 32];
+  }
+  __syncthreads();
+}
+
+// Updates the whole vectors of a tile, returns how many elements they hold.
 template <int kThreads, int kVec, int kUnroll, class Types>
-__device__ __forceinline__ int update_vectors(const Types types, const ChunkPointers& at, int count, const Coefficients<float>& c) {
+__device__ __forceinline__ int update_vectors(const Types& types, const Tile& tile) {
   constexpr int kStride = kThreads * kVec;
-  const int end = count - count % kVec;
+  const int end = tile.count - tile.count % kVec;
   const DType value_dtype = types.master ? DType::f32 : types.param;
-  char* const values = types.master ? at.master : at.param;
   for (int base = int(threadIdx.x) * kVec; base < end; base += kUnroll * kStride) {
     Raw<kVec> value[kUnroll], grad[kUnroll], exp_avg[kUnroll], exp_avg_sq[kUnroll], largest[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kStride;
-      if (i >= end) break;
-      grad[u] = load_raw<kVec>(at.grad, i, types.grad);
-      value[u] = load_raw<kVec>(values, i, value_dtype);
-      exp_avg[u] = load_raw<kVec>(at.exp_avg, i, types.exp_avg);
-      exp_avg_sq[u] = load_raw<kVec>(at.exp_avg_sq, i, types.exp_avg_sq);
-      if (types.amsgrad) largest[u] = load_raw<kVec>(at.max_exp_avg_sq, i, types.exp_avg_sq);
+      if (i >= end) continue;
+      grad[u] = load_raw<kVec>(tile.grad, i, types.grad);
+      value[u] = load_raw<kVec>(types.master ? tile.master : tile.param, i, value_dtype);
+      exp_avg[u] = load_raw<kVec>(tile.exp_avg, i, types.exp_avg);
+      exp_avg_sq[u] = load_raw<kVec>(tile.exp_avg_sq, i, types.exp_avg_sq);
+      if (types.amsgrad) largest[u] = load_raw<kVec>(tile.max_exp_avg_sq, i, types.exp_avg_sq);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kStride;
-      if (i >= end) break;
+      if (i >= end) continue;
       float g[kVec], p[kVec], m[kVec], v[kVec], top[kVec];
       unpack(g, grad[u], types.grad);
       unpack(p, value[u], value_dtype);
@@ -107,15 +138,15 @@ __device__ __forceinline__ int update_vectors(const Types types, const ChunkPoin
       if (types.amsgrad) unpack(top, largest[u], types.exp_avg_sq);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
-        adam::update_moments(g[k], p[k], m[k], v[k], c);
+        adam::update_moments(g[k], p[k], m[k], v[k], tile.scalars.single);
         if (types.amsgrad) top[k] = adam::maximum(top[k], v[k]);
-        p[k] = adam::updated_param(p[k], m[k], types.amsgrad ? top[k] : v[k], c);
+        p[k] = adam::updated_param(p[k], m[k], types.amsgrad ? top[k] : v[k], tile.scalars.single);
       }
-      store_raw<kVec>(at.exp_avg, i, types.exp_avg, pack(m, types.exp_avg));
-      store_raw<kVec>(at.exp_avg_sq, i, types.exp_avg_sq, pack(v, types.exp_avg_sq));
-      if (types.amsgrad) store_raw<kVec>(at.max_exp_avg_sq, i, types.exp_avg_sq, pack(top, types.exp_avg_sq));
-      if (types.master) store_raw<kVec>(at.master, i, DType::f32, pack(p, DType::f32));
-      store_raw<kVec>(at.param, i, types.param, pack(p, types.param));
+      store_raw<kVec>(tile.exp_avg, i, types.exp_avg, pack(m, types.exp_avg));
+      store_raw<kVec>(tile.exp_avg_sq, i, types.exp_avg_sq, pack(v, types.exp_avg_sq));
+      if (types.amsgrad) store_raw<kVec>(tile.max_exp_avg_sq, i, types.exp_avg_sq, pack(top, types.exp_avg_sq));
+      if (types.master) store_raw<kVec>(tile.master, i, DType::f32, pack(p, DType::f32));
+      store_raw<kVec>(tile.param, i, types.param, pack(p, types.param));
     }
   }
   return end;
@@ -123,88 +154,55 @@ __device__ __forceinline__ int update_vectors(const Types types, const ChunkPoin
 
 // Any dtypes, any alignment: misaligned tensors, ends that fill no vector, and fp64.
 template <int kThreads, class acc_t>
-__device__ __forceinline__ void update_scalars(const TensorRecord& r, const ChunkPointers& at, int begin, int count, const Coefficients<acc_t>& c) {
-  for (int i = begin + int(threadIdx.x); i < count; i += kThreads) {
-    const acc_t g = load_one<acc_t>(at.grad, i, r.grad_dtype);
-    acc_t p = r.master != nullptr ? acc_t(reinterpret_cast<float*>(at.master)[i]) : load_one<acc_t>(at.param, i, r.param_dtype);
-    acc_t m = load_one<acc_t>(at.exp_avg, i, r.exp_avg_dtype);
-    acc_t v = load_one<acc_t>(at.exp_avg_sq, i, r.exp_avg_sq_dtype);
+__device__ __forceinline__ void update_elements(const Tile& tile, const Coefficients<acc_t>& c, int begin) {
+  const RuntimeTypes& types = tile.types;
+  for (int i = begin + int(threadIdx.x); i < tile.count; i += kThreads) {
+    const acc_t g = load_one<acc_t>(tile.grad, i, types.grad);
+    acc_t p = types.master ? load_one<acc_t>(tile.master, i, DType::f32) : load_one<acc_t>(tile.param, i, types.param);
+    acc_t m = load_one<acc_t>(tile.exp_avg, i, types.exp_avg);
+    acc_t v = load_one<acc_t>(tile.exp_avg_sq, i, types.exp_avg_sq);
+    acc_t top = types.amsgrad ? load_one<acc_t>(tile.max_exp_avg_sq, i, types.exp_avg_sq) : acc_t(0);
     adam::update_moments(g, p, m, v, c);
-    acc_t top = v;
-    if (r.max_exp_avg_sq != nullptr) {
-      top = adam::maximum(load_one<acc_t>(at.max_exp_avg_sq, i, r.exp_avg_sq_dtype), v);
-      store_one(at.max_exp_avg_sq, i, r.exp_avg_sq_dtype, top);
-    }
+    top = types.amsgrad ? adam::maximum(top, v) : v;
     p = adam::updated_param(p, m, top, c);
-    store_one(at.exp_avg, i, r.exp_avg_dtype, m);
-    store_one(at.exp_avg_sq, i, r.exp_avg_sq_dtype, v);
-    if (r.master != nullptr) {
-      const float master = float(p);
-      reinterpret_cast<float*>(at.master)[i] = master;
-      p = master;
-    }
-    store_one(at.param, i, r.param_dtype, p);
+    store_one(tile.exp_avg, i, types.exp_avg, m);
+    store_one(tile.exp_avg_sq, i, types.exp_avg_sq, v);
+    if (types.amsgrad) store_one(tile.max_exp_avg_sq, i, types.exp_avg_sq, top);
+    if (types.master) store_one(tile.master, i, DType::f32, p);  // fp32 arithmetic: the parameter rounds the same value
+    store_one(tile.param, i, types.param, p);
   }
 }
 
-template <int kVec>
-__device__ __forceinline__ bool all_aligned(const TensorRecord& r, const void* grad) {
-  return is_aligned<kVec>(grad, r.grad_dtype) && is_aligned<kVec>(r.param, r.param_dtype) && is_aligned<kVec>(r.exp_avg, r.exp_avg_dtype) &&
-         is_aligned<kVec>(r.exp_avg_sq, r.exp_avg_sq_dtype) && is_aligned<kVec>(r.max_exp_avg_sq, r.exp_avg_sq_dtype) &&
-         is_aligned<kVec>(r.master, DType::f32);
-}
-
-template <int kThreads, int kChunk, int kUnroll>
-__device__ __forceinline__ void adam_chunk(const TensorRecord& r, const void* grad, const Scalars& s, int64_t first) {
+template <int kThreads, int kUnroll>
+__device__ __forceinline__ void update_tile(const Tile& tile) {
   constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
-  const int64_t left = r.numel - first;
-  const int count = left < kChunk ? int(left) : kChunk;
-  const auto shift = [first](void* base, DType dtype) { return static_cast<char*>(base) + first * width_of(dtype); };
-  const ChunkPointers at = {shift(r.param, r.param_dtype),
-                            shift(const_cast<void*>(grad), r.grad_dtype),
-                            shift(r.exp_avg, r.exp_avg_dtype),
-                            shift(r.exp_avg_sq, r.exp_avg_sq_dtype),
-                            shift(r.max_exp_avg_sq, r.exp_avg_sq_dtype),
-                            shift(r.master, f32)};
-  if (r.path == Path::kDouble) {
-    const Coefficients<double> c = s.full;
-    update_scalars<kThreads, double>(r, at, 0, count, c);
-    return;
-  }
-  const Coefficients<float> c = s.single;
-  const bool narrow = r.path == Path::kBFloat || r.path == Path::kHalf;  // all 16-bit: 8 elements to 16 bytes
+  if (tile.path == Path::kDouble) return update_elements<kThreads, double>(tile, tile.scalars.full, 0);
   int done = 0;
-  if (narrow ? all_aligned<8>(r, grad) : all_aligned<4>(r, grad)) {
-    switch (r.path) {
-      case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, false>{}, at, count, c); break;
-      case Path::kBFloat: done = update_vectors<kThreads, 8, kUnroll>(FixedTypes<bf16, bf16, bf16, false>{}, at, count, c); break;
-      case Path::kHalf: done = update_vectors<kThreads, 8, kUnroll>(FixedTypes<f16, f16, f16, false>{}, at, count, c); break;
-      case Path::kBFloatMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, true>{}, at, count, c); break;
-      case Path::kHalfMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, true>{}, at, count, c); break;
-      case Path::kBFloatMasterMainGrad: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, true>{}, at, count, c); break;
-      case Path::kBFloatState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, false>{}, at, count, c); break;
-      case Path::kHalfState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, false>{}, at, count, c); break;
-      default:
-        if (r.grad_dtype != DType::f64) {
-          const RuntimeTypes types = {r.param_dtype,     r.grad_dtype,        r.exp_avg_dtype,
-                                      r.exp_avg_sq_dtype, r.master != nullptr, r.max_exp_avg_sq != nullptr};
-          done = update_vectors<kThreads, 4, 1>(types, at, count, c);
-        }
+  if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * width_of(tile.types.grad)) == 0) {
+    switch (tile.path) {
+      case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, false>{}, tile); break;
+      case Path::kBFloat: done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, false>{}, tile); break;
+      case Path::kHalf: done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, false>{}, tile); break;
+      case Path::kBFloatMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, true>{}, tile); break;
+      case Path::kHalfMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, true>{}, tile); break;
+      case Path::kBFloatMasterMainGrad: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, true>{}, tile); break;
+      case Path::kBFloatState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, false>{}, tile); break;
+      case Path::kHalfState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, false>{}, tile); break;
+      case Path::kRuntime: done = update_vectors<kThreads, 4, 1>(tile.types, tile); break;
+      default: break;
     }
   }
-  update_scalars<kThreads, float>(r, at, done, count, c);
+  if (done < tile.count) update_elements<kThreads, float>(tile, tile.scalars.single, done);
 }
 
 template <int kThreads, int kBlocksPerSM, int kChunk, int kUnroll>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     adam_kernel(const TensorRecord* __restrict__ records, const void* const* __restrict__ grads, const Scalars* __restrict__ scalars,
                 const Chunk* __restrict__ chunks) {
+  __shared__ Tile tile;
   const Chunk chunk = chunks[blockIdx.x];
-  const TensorRecord& record = records[chunk.tensor];
-  const void* const grad = grads[chunk.tensor];
-  const Scalars& s = scalars[chunk.tensor];
-  if (s.active == 0) return;
-  adam_chunk<kThreads, kChunk, kUnroll>(record, grad, s, int64_t(chunk.index) * kChunk);
+  load_tile(tile, records[chunk.tensor], grads[chunk.tensor], scalars[chunk.tensor], int64_t(chunk.index) * kChunk, kChunk);
+  if (tile.scalars.active != 0) update_tile<kThreads, kUnroll>(tile);
 }
 
 }  // namespace fusedops::cuda

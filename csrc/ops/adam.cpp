@@ -246,7 +246,9 @@ std::vector<AdamPlan::Stand> AdamPlan::stage(const std::vector<void*>& grads) {
     }
     const bool moved = before.param != record.param || before.exp_avg != record.exp_avg || before.exp_avg_sq != record.exp_avg_sq ||
                        before.max_exp_avg_sq != record.max_exp_avg_sq || before.master != record.master;
-    if (moved) ++version_;
+    if (!moved) continue;
+    record.path = choose_path(record);
+    ++version_;
   }
   return stands;
 }
@@ -353,12 +355,13 @@ void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant
 
 void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<GroupParams>& groups, const StepInputs& inputs) {
   constexpr int64_t kChunk = 16384;
-  constexpr int64_t kGrain = 2;  // chunks below which another thread does not pay
+  constexpr int64_t kSerial = 65536;  // elements below which another thread does not pay
   if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) return;
   const size_t n = records_.size();
   const double factor = adam::grad_factor(inputs);
   std::vector<Scalars> scalars(n);
   std::vector<int64_t> first(n + 1, 0);  // first chunk of each tensor
+  int64_t numel = 0;
   for (size_t i = 0; i < n; ++i) {
     const TensorRecord& record = records_[i];
     first[i + 1] = first[i];
@@ -367,8 +370,9 @@ void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<Group
     *record.step += 1.0f;
     scalars[i] = adam::scalars(adam::coefficients(group, group.lr, factor, *record.step));
     first[i + 1] += (record.numel + kChunk - 1) / kChunk;
+    numel += record.numel;
   }
-  at::parallel_for(0, first[n], kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, first[n], numel < kSerial ? first[n] : 1, [&](int64_t begin, int64_t end) {
     auto t = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), begin) - first.begin()) - 1;
     for (int64_t c = begin; c < end; ++c) {
       while (c >= first[t + 1]) ++t;

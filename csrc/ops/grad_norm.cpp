@@ -24,7 +24,7 @@ namespace {
 // Few enough chunks for one block to add their sums quickly, small enough ones to end together.
 constexpr int64_t kChunk = 16384;
 constexpr int64_t kMaxChunks = 8192;
-constexpr int64_t kGrain = 2;  // chunks below which another CPU thread does not pay
+constexpr int64_t kSerial = 65536;  // elements below which another CPU thread does not pay
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -48,11 +48,11 @@ TensorSpan span_of(const at::Tensor& grad) {
 
 struct SpanList {
   std::vector<TensorSpan> spans;  // the gradients that have elements
+  int64_t numel = 0;
   int64_t chunk_size = kChunk;
   std::vector<uint32_t> first = {0};  // first chunk of each, then the number of chunks
 
   explicit SpanList(const std::vector<at::Tensor>& grads) {
-    int64_t numel = 0;
     for (const at::Tensor& grad : grads) {
       if (grad.numel() == 0) continue;
       spans.push_back(span_of(grad));
@@ -69,7 +69,7 @@ struct SpanList {
   // Calls work(chunk, span, its first element, elements) for all chunks, on all threads.
   template <class Work>
   void for_each_chunk(const Work& work) const {
-    at::parallel_for(0, chunk_count(), kGrain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, chunk_count(), numel < kSerial ? chunk_count() : 1, [&](int64_t begin, int64_t end) {
       auto t = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), begin) - first.begin()) - 1;
       for (int64_t c = begin; c < end; ++c) {
         while (c >= first[t + 1]) ++t;
