@@ -63,6 +63,12 @@ def poison() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    """Seed PyTorch's generators."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def no_choice_left_behind() -> Iterator[None]:
     """Hand the choice of backend back to the table and forget what was warned about."""
     before = dict(dispatch._forced)

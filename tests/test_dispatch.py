@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import fusedops
 from fusedops import FallbackWarning, UnsupportedError, backends, config, dispatch, dispatch_table
@@ -405,7 +406,7 @@ def test_traced_calls_are_chosen_as_such(fake: Callable[..., None]) -> None:
 def test_compiled_code_notices_use_backend() -> None:
     x = torch.randn(2, 8)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda a: fusedops.layer_norm(a, 8), backend=counter, fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)

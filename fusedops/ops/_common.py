@@ -16,6 +16,7 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64}
 # Tensor types our kernels may see; any other subclass (DTensor, quantised weights) takes plain PyTorch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
 _forward_ad = torch.autograd.forward_ad
+_tracing_state = torch._C._get_tracing_state
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -44,7 +45,8 @@ def choose(
     """Return what serves this call: one dict hit when its like was seen before.
 
     Pointers and strides are not part of the key: alignment is the launcher's business. Rows count by powers of two.
-    What no kernel knows of (tensor subclasses, functorch transforms, forward-mode AD) takes plain PyTorch.
+    What no kernel knows of (tensor subclasses, functorch transforms, forward-mode AD, torch.jit.trace) takes plain
+    PyTorch.
     """
     if torch.compiler.is_compiling():
         dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
@@ -53,6 +55,7 @@ def choose(
         CONFIG.disabled
         or _are_transforms_active()
         or _forward_ad._current_level >= 0
+        or _tracing_state() is not None
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
         return _plain(op)

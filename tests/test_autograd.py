@@ -1,0 +1,256 @@
+"""What PyTorch's machinery expects of an op: second derivatives, transforms, subclasses, memory, views, versions."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from fusedops import testing
+from fusedops.registry import OPS, Case, OpSpec
+
+F32, BF16 = torch.float32, torch.bfloat16
+SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+SMALL = Case((3, 16), 1, {"input": F32, "weight": F32})
+
+
+@pytest.fixture(params=["native", "triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if reason := fusedops.backends("cpu")[request.param]:
+        pytest.skip(reason)
+    with fusedops.use_backend(request.param):
+        yield request.param
+
+
+def mixes() -> list[tuple[OpSpec, Case]]:
+    """One small case for each mix of dtypes and options in the registry."""
+    found = {}
+    for spec in OPS.values():
+        for case in spec.cases("quick"):
+            key = (spec.name, *case.dtypes.items(), case.out_dtype, str(case.options))
+            if case.layout == "contiguous" and case.values == "normal":
+                small = Case((3, 16), case.normalized and 1, case.dtypes, case.out_dtype, case.options)
+                found.setdefault(key, (spec, small))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("spec", "case"), mixes(), ids=[f"{spec.name}-{case.id}" for spec, case in mixes()])
+def test_second_derivatives_are_the_references(spec: OpSpec, case: Case, backend: str) -> None:
+    """Under create_graph=True backward is differentiable for every mix of dtypes and option."""
+    if reason := testing.refused(spec, case, backend):
+        pytest.skip(reason)
+
+    def second(function: Callable[..., Tensor], wide: bool) -> list[Tensor]:
+        kwargs = dict(testing.make_sample(spec, case).kwargs)
+        if wide:
+            kwargs.update(spec.defaults(kwargs))
+            kwargs.pop("out_dtype", None)
+            kwargs.update({n: kwargs[n].detach().double().requires_grad_() for n in case.dtypes})
+        leaves = [kwargs[name] for name in case.dtypes]
+        y = function(**kwargs)
+        grad = testing.make_grad(case, spec.reference(**testing.make_sample(spec, case).kwargs)).to(y.dtype)
+        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        total = sum(g.double().square().sum() for g in first if g.requires_grad)
+        return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+    got, want = second(spec.function, False), second(spec.reference, True)
+    half = any(dtype.itemsize == 2 for dtype in (*case.dtypes.values(), case.out_dtype or F32))
+    for name, g, t in zip(case.dtypes, got, want, strict=True):
+        scale = float(t.abs().max()) or 1.0
+        assert g.dtype is case.dtypes[name]
+        assert float((g.double() - t).abs().max()) <= (3e-2 if half else 1e-4) * scale, name
+
+
+@SPECS
+def test_gradgradcheck(spec: OpSpec, backend: str) -> None:
+    case = Case((3, 5), 1, dict.fromkeys(spec.grads, torch.float64))
+    if reason := testing.refused(spec, case, backend):
+        pytest.skip(reason)
+    kwargs = testing.make_sample(spec, case).kwargs
+    leaves = [kwargs.pop(name) for name in spec.grads]
+    kwargs["eps"] = 1e-2
+    function = lambda *tensors: spec.function(**dict(zip(spec.grads, tensors, strict=True)), **kwargs)  # noqa: E731
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+# ---------------------------------------------------------------- what takes plain torch
+
+
+@SPECS
+def test_functional_transforms(spec: OpSpec) -> None:
+    x, w, tangent = torch.randn(3, 4, 8), torch.rand(8), torch.randn(3, 4, 8)
+    op = lambda a: spec.function(a, 8, w)  # noqa: E731
+    plain = lambda a: spec.reference(a, (8,), w)  # noqa: E731
+    close = torch.testing.assert_close
+    close(torch.func.vmap(op)(x), plain(x))
+    total = lambda f: lambda a: f(a).square().sum()  # noqa: E731
+    close(torch.func.grad(total(op))(x), torch.func.grad(total(plain))(x))
+    close(torch.func.vmap(torch.func.grad(total(op)))(x), torch.func.grad(total(plain))(x))
+    value, derivative = torch.func.jvp(plain, (x,), (tangent,))
+    for got, want in zip(torch.func.jvp(op, (x,), (tangent,)), (value, derivative), strict=True):
+        close(got, want)
+    close(torch.func.hessian(total(op))(x[0, 0]), torch.func.hessian(total(plain))(x[0, 0]))
+    with torch.autograd.forward_ad.dual_level():
+        dual = op(torch.autograd.forward_ad.make_dual(x, tangent))
+        close(torch.autograd.forward_ad.unpack_dual(dual).tangent, derivative)
+
+
+class Tagged(Tensor):
+    """A subclass that wants to see every op."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@SPECS
+def test_tensor_subclasses_take_plain_torch(spec: OpSpec) -> None:
+    x, w = torch.randn(2, 8), torch.rand(8)
+    Tagged.seen.clear()
+    for args in ((x.as_subclass(Tagged), 8, w), (x, 8, w.as_subclass(Tagged))):
+        y = spec.function(*args)
+        assert isinstance(y, Tagged)
+        torch.testing.assert_close(y.as_subclass(Tensor), spec.reference(x, (8,), w))
+    assert any("norm" in name for name in Tagged.seen)
+
+
+@SPECS
+def test_fake_tensors(spec: OpSpec) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        y = spec.function(torch.randn(3, 8, dtype=BF16), 8, torch.randn(8), out_dtype=F32)
+        assert (y.shape, y.dtype) == ((3, 8), F32)
+
+
+@SPECS
+def test_meta_tensors(spec: OpSpec) -> None:
+    x = torch.empty(3, 8, 16, device="meta", dtype=BF16).transpose(0, 1)
+    y = spec.function(x, 16)
+    assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, BF16)
+
+
+# ---------------------------------------------------------------- memory, views, versions
+
+
+@SPECS
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_kept_without_a_graph(spec: OpSpec, guard: Callable[[], object], backend: str) -> None:
+    x, w = torch.randn(4, 64, requires_grad=True), torch.rand(64, requires_grad=True)
+
+    def tensors_after(times: int) -> int:
+        with guard():
+            for _ in range(times):
+                assert not spec.function(x, 64, w).requires_grad
+        gc.collect()
+        return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+    tensors_after(5)
+    before = tensors_after(5)
+    assert tensors_after(50) <= before
+
+
+@SPECS
+def test_inference_tensors(spec: OpSpec, backend: str) -> None:
+    with torch.inference_mode():
+        x, w = torch.randn(4, 64), torch.rand(64)
+        torch.testing.assert_close(spec.function(x, 64, w), spec.reference(x, (64,), w))
+
+
+@SPECS
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, torch.float64], ids=str)
+def test_arguments_are_left_alone_and_not_aliased(spec: OpSpec, dtype: torch.dtype, backend: str) -> None:
+    case = Case((4, 16), 1, dict.fromkeys(spec.grads, dtype))
+    if reason := testing.refused(spec, case, backend):
+        pytest.skip(reason)
+    sample = testing.make_sample(spec, case)
+    before = {name: sample.kwargs[name].detach().clone() for name in spec.grads}
+    grad = testing.make_grad(case, sample.kwargs["input"].detach())
+    kept = grad.clone()
+    results = testing.run(spec.function, sample, lambda output: grad)
+    given = {sample.kwargs[name].data_ptr() for name in spec.grads} | {grad.data_ptr()}
+    assert all(torch.equal(sample.kwargs[name], before[name]) for name in spec.grads)
+    assert torch.equal(grad, kept)
+    assert given.isdisjoint(result.data_ptr() for result in results.values())
+
+
+@SPECS
+def test_changing_a_saved_tensor_in_place_is_noticed(spec: OpSpec, backend: str) -> None:
+    x, w = torch.randn(4, 16, requires_grad=True), torch.rand(16)
+    a = x * 1
+    y = spec.function(a, 16, w)
+    a.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@SPECS
+def test_result_may_be_changed_in_place(spec: OpSpec, backend: str) -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    y = spec.function(x, 16)
+    y.mul_(2)
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    (want,) = torch.autograd.grad((spec.reference(x, (16,)) * 2).square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@SPECS
+def test_backward_twice(spec: OpSpec, backend: str) -> None:
+    x = torch.randn(4, 16, requires_grad=True)
+    y = spec.function(x, 16).square().sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y, x)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x)
+
+
+@SPECS
+def test_gradient_that_is_a_slice_of_a_concatenation(spec: OpSpec, backend: str) -> None:
+    x, k = torch.randn(2, 3, requires_grad=True), torch.arange(8.0)
+    (got,) = torch.autograd.grad((torch.cat([spec.function(x, 3), torch.zeros(2, 5)], 1) * k).sum(), x)
+    (want,) = torch.autograd.grad((spec.reference(x, (3,)) * k[:3]).sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@SPECS
+def test_bad_input_is_named(spec: OpSpec, backend: str) -> None:
+    x = torch.randn(2, 8)
+    bad: list[tuple[tuple[object, ...], dict[str, object], str]] = [
+        ((x, 7), {}, r"normalized_shape.*\(7,\)|normalized_shape.*\[7\]"),
+        ((x, ()), {}, "normalized_shape"),
+        ((x, (2, 8, 8)), {}, "normalized_shape"),
+        ((x, 8, torch.ones(7)), {}, "weight"),
+        ((x, 8, torch.ones(2, 4)), {}, "weight"),
+        ((x, 8, torch.ones(8, dtype=torch.float64)), {}, "weight"),
+        ((x, 8, torch.ones(8, dtype=torch.int32)), {}, "weight"),
+        ((x, 8, torch.ones(8, device="meta")), {}, "weight"),
+        ((x.int(), 8), {}, "input"),
+        ((x, 8), {"eps": -1.0}, "eps"),
+        ((x, 8), {"eps": float("nan")}, "eps"),
+        ((x, 8), {"out_dtype": torch.int32}, "out_dtype"),
+        ((x, 8), {"out_dtype": torch.float64}, "out_dtype"),
+        ((x.double(), 8), {"out_dtype": F32}, "out_dtype"),
+    ]
+    for args, kwargs, named in bad:
+        with pytest.raises(ValueError, match=rf"(?s){spec.name}.*{named}"):
+            spec.function(*args, **kwargs)
+
+
+def test_offset_needs_a_weight() -> None:
+    with pytest.raises(ValueError, match=r"weight_offset: expected 0.0 without a weight, got 1.0"):
+        fusedops.rms_norm(torch.randn(2, 8), 8, weight_offset=1.0)
+
+
+def test_defaults_are_torchs(backend: str) -> None:
+    x = torch.randn(2, 8) * 1e-3
+    torch.testing.assert_close(fusedops.layer_norm(x, 8), F.layer_norm(x, (8,)))
+    torch.testing.assert_close(fusedops.rms_norm(x, 8), F.rms_norm(x, (8,)))
