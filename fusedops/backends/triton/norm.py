@@ -10,7 +10,6 @@ than one program); deterministic.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import triton
 from torch import Tensor
 
 from . import norm_kernels as kernels
-from .launch import Launch, device_limits, launch, launch_traced
+from .launch import Launch, device_limits, launch
 
 
 class RowConfig(NamedTuple):
@@ -120,7 +119,9 @@ def layer_norm_fwd(
         y (rows, hidden) contiguous in `out_dtype`, mean (rows,) and rstd (rows,) in fp32.
     """
     if torch.compiler.is_compiling():
-        return _traced_ops().layer_norm_fwd(x, weight, bias, eps, out_dtype)
+        from . import traced
+
+        return traced.layer_norm_fwd(x, weight, bias, eps, out_dtype)
     return _layer_norm_fwd(launch, x, weight, bias, eps, out_dtype)
 
 
@@ -148,7 +149,9 @@ def layer_norm_bwd(
         dx in x's dtype, dweight in weight's, dbias in `bias_dtype`.
     """
     if torch.compiler.is_compiling():
-        grads = _traced_ops().layer_norm_bwd(dy, x, weight, mean, rstd, list(need), bias_dtype)
+        from . import traced
+
+        grads = traced.layer_norm_bwd(dy, x, weight, mean, rstd, list(need), bias_dtype)
         dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
         return dx, dweight, dbias
     return _norm_bwd(launch, dy, x, weight, mean, rstd, 0.0, need, bias_dtype)
@@ -170,7 +173,9 @@ def rms_norm_fwd(
         y (rows, hidden) contiguous in `out_dtype` and rstd (rows,) in fp32.
     """
     if torch.compiler.is_compiling():
-        return _traced_ops().rms_norm_fwd(x, weight, eps, weight_offset, out_dtype)
+        from . import traced
+
+        return traced.rms_norm_fwd(x, weight, eps, weight_offset, out_dtype)
     return _rms_norm_fwd(launch, x, weight, eps, weight_offset, out_dtype)
 
 
@@ -191,7 +196,9 @@ def rms_norm_bwd(
         dx in x's dtype, dweight in weight's.
     """
     if torch.compiler.is_compiling():
-        grads = _traced_ops().rms_norm_bwd(dy, x, weight, rstd, weight_offset, list(need))
+        from . import traced
+
+        grads = traced.rms_norm_bwd(dy, x, weight, rstd, weight_offset, list(need))
         dx, dweight = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
         return dx, dweight
     dx, dweight, _ = _norm_bwd(launch, dy, x, weight, None, rstd, weight_offset, (*need, False), None)
@@ -228,7 +235,7 @@ def _norm_fwd(
     eps: float,
     weight_offset: float,
 ) -> None:
-    rows, hidden = x.shape
+    rows, hidden = x.shape[0], int(x.shape[1])  # kernels are chosen by width: a symbolic one is fixed
     if not x.numel():
         return
     args = (x, weight, bias, y, mean, rstd, rows, hidden, x.stride(0), eps, weight_offset)
@@ -257,7 +264,7 @@ def _norm_bwd(
     need: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    rows, hidden = x.shape
+    rows, hidden = x.shape[0], int(x.shape[1])
     need_dx, need_dweight, need_dbias = need
     if weight is None:
         weight_offset = 0.0
@@ -308,7 +315,7 @@ def _bwd_in_registers(
     programs: int,
 ) -> None:
     dy, x, _, mean, _ = tensors
-    tiles = row_tiles(x.shape[1], config.split)
+    tiles = row_tiles(int(x.shape[1]), config.split)
     shared_bytes = device_limits(x.device).shared_bytes
     stages = stages_that_fit(config, tiles, x.element_size() + dy.element_size(), shared_bytes)
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
@@ -323,7 +330,7 @@ def _bwd_in_blocks(
     programs: int,
 ) -> None:
     _, x, _, mean, rstd = tensors
-    rows, hidden = x.shape
+    rows, hidden = x.shape[0], int(x.shape[1])
     center = mean is not None
     means: tuple[Tensor | None, Tensor | None] = (None, None)
     if outputs[0] is not None:
@@ -336,53 +343,3 @@ def _bwd_in_blocks(
     grid = (triton.cdiv(hidden, config.width), programs)
     args = (*tensors, *means, *outputs, *sizes)
     run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)
-
-
-class _TracedOps(NamedTuple):
-    layer_norm_fwd: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    layer_norm_bwd: Callable[..., list[Tensor]]
-    rms_norm_fwd: Callable[..., tuple[Tensor, Tensor]]
-    rms_norm_bwd: Callable[..., list[Tensor]]
-
-
-@functools.cache
-def _traced_ops() -> _TracedOps:
-    """The four functions as ops that torch.compile traces into, down to the kernel launches."""
-    from torch.library import triton_op
-
-    def all_grads(x: Tensor, grads: tuple[Tensor | None, ...]) -> list[Tensor]:
-        return [x.new_empty(0) if grad is None else grad for grad in grads]  # an op cannot return None
-
-    def layer_norm_bwd_op(dy, x, weight, mean, rstd, need, bias_dtype):  # type: ignore[no-untyped-def]
-        return all_grads(x, _norm_bwd(launch_traced, dy, x, weight, mean, rstd, 0.0, tuple(need), bias_dtype))
-
-    def rms_norm_bwd_op(dy, x, weight, rstd, weight_offset, need):  # type: ignore[no-untyped-def]
-        need = (*need, False)
-        return all_grads(x, _norm_bwd(launch_traced, dy, x, weight, None, rstd, weight_offset, need, None))[:2]
-
-    def op(name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return triton_op(f"fusedops_triton::{name}", function, mutates_args=(), schema=schema)
-
-    return _TracedOps(
-        op(
-            "layer_norm_fwd",
-            "(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-            functools.partial(_layer_norm_fwd, launch_traced),
-        ),
-        op(
-            "layer_norm_bwd",
-            "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[] need, ScalarType? bias_dtype)"
-            " -> Tensor[]",
-            layer_norm_bwd_op,
-        ),
-        op(
-            "rms_norm_fwd",
-            "(Tensor x, Tensor? weight, float eps, float weight_offset, ScalarType out_dtype) -> (Tensor, Tensor)",
-            functools.partial(_rms_norm_fwd, launch_traced),
-        ),
-        op(
-            "rms_norm_bwd",
-            "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, bool[] need) -> Tensor[]",
-            rms_norm_bwd_op,
-        ),
-    )

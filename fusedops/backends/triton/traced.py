@@ -1,0 +1,60 @@
+"""The norms as ops that torch.compile traces into, down to the kernel launches.
+
+Only loaded while compiling: in eager such an op would cost tens of microseconds a call. An op cannot return None, so
+gradients that nobody needs come back as empty tensors.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import triton_op
+
+from .launch import launch_traced
+from .norm import _layer_norm_fwd, _norm_bwd, _rms_norm_fwd
+
+
+@triton_op("fusedops_triton::layer_norm_fwd", mutates_args=())
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``norm.layer_norm_fwd``."""
+    return _layer_norm_fwd(launch_traced, x, weight, bias, eps, out_dtype)
+
+
+@triton_op("fusedops_triton::layer_norm_bwd", mutates_args=())
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need: list[bool],
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``norm.layer_norm_bwd``."""
+    need_dx, need_dweight, need_dbias = need
+    wanted = (need_dx, need_dweight, need_dbias)
+    dx, dweight, dbias = _norm_bwd(launch_traced, dy, x, weight, mean, rstd, 0.0, wanted, bias_dtype)
+    return _given(dx, x), _given(dweight, x), _given(dbias, x)
+
+
+@triton_op("fusedops_triton::rms_norm_fwd", mutates_args=())
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As ``norm.rms_norm_fwd``."""
+    return _rms_norm_fwd(launch_traced, x, weight, eps, weight_offset, out_dtype)
+
+
+@triton_op("fusedops_triton::rms_norm_bwd", mutates_args=())
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """As ``norm.rms_norm_bwd``."""
+    need_dx, need_dweight = need
+    wanted = (need_dx, need_dweight, False)
+    dx, dweight, _ = _norm_bwd(launch_traced, dy, x, weight, None, rstd, weight_offset, wanted, None)
+    return _given(dx, x), _given(dweight, x)
+
+
+def _given(grad: Tensor | None, x: Tensor) -> Tensor:
+    return x.new_empty(0) if grad is None else grad

@@ -1,0 +1,80 @@
+"""Under torch.compile the norms' graphs hold the Triton launches themselves, forward and backward, without a break.
+
+The graphs are read, not run: that needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: interpreted kernels can't be traced", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+import fusedops.backends.triton as backend  # noqa: E402
+from fusedops.registry import OPS  # noqa: E402
+
+
+class FakeDriver:
+    """Names a target: tracing compiles a kernel far enough to see what it writes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 1090
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def reading_backend(launches: dict[str, int]) -> Any:
+    """A compiler that counts the Triton launches of each graph and returns zeros in the graph's shapes."""
+
+    def compiler(name: str) -> Any:
+        def read(graph: torch.fx.GraphModule, _: Any) -> Any:
+            calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            launches[name] = sum("triton_kernel_wrapper" in call for call in calls)
+            (output,) = (node for node in graph.graph.nodes if node.op == "output")
+
+            def zeros(node: Any) -> Any:
+                value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+                if isinstance(value, torch.Tensor):
+                    return torch.zeros([int(size) for size in value.shape], dtype=value.dtype)
+                return int(value) if isinstance(value, torch.SymInt) else value
+
+            def run(arguments: list[Any]) -> list[Any]:
+                return [zeros(node) for node in output.args[0]]
+
+            run._boxed_call = True
+            return run
+
+        return read
+
+    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_graph_holds_the_launches(monkeypatch, op, dynamic):
+    monkeypatch.setattr(driver, "_active", FakeDriver())
+    torch._dynamo.reset()
+    whole, launches = OPS[op].wrap(backend), {}
+    x = torch.zeros(8, 768, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (torch.zeros(768, requires_grad=True) for _ in range(2))
+    rest = (bias, 1e-5) if op == "layer_norm" else (1e-6, 1.0)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return whole(x, (768,), weight, *rest, torch.bfloat16)
+
+    y = torch.compile(call, backend=reading_backend(launches), fullgraph=True, dynamic=dynamic)(x, weight)
+    y.sum().backward()
+    assert launches == {"forward": 1, "backward": 2}  # backward: the pass over the rows, then the partial sums
