@@ -24,9 +24,7 @@ constexpr int kBlocksPerSm = 1;       // more blocks are more partial rows
 constexpr int kColumnBlocks = 4;      // blocks an SM of the column sums of wide rows
 constexpr int kStaticSmem = 2 << 10;  // the exchange buffers and the driver's own
 
-int round_up(int x, int multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
+int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 template <class x_t, class dy_t>
 bool is_aligned(const NormBwd& n) {
@@ -59,13 +57,14 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     if (threads > kBwdMaxThreads<x_t, dy_t, kShape.elems>) return false;
     int groups = kBwdMaxThreads<x_t, dy_t, kShape.elems> / threads;
     if (threads > kWarp) groups = std::min(groups, kMaxGroups);
+    const int64_t tiles = (n.rows + kShape.rows - 1) / kShape.rows;
+    groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
     const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows> layout(threads);
     int stages = kMaxStages;
     while (stages > 0 && layout.bytes(groups, stages) > device.block_smem - kStaticSmem) --stages;
     if (stages < kShape.min_stages) return false;
-    const int64_t tiles = (n.rows + groups * kShape.rows - 1) / (groups * kShape.rows);
     plan.elems = kShape.elems;
-    plan.partial_rows = static_cast<int>(std::min<int64_t>(tiles, device.sms * kBlocksPerSm));
+    plan.partial_rows = static_cast<int>(std::min<int64_t>((tiles + groups - 1) / groups, device.sms * kBlocksPerSm));
     plan.grid = dim3(plan.partial_rows);
     plan.block = dim3(threads, groups);
     plan.stages = stages;

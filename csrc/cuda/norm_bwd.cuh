@@ -49,14 +49,10 @@ struct BwdSmem {
 
 __device__ inline void wait_for_copies(int pending) {
   switch (pending) {
-    case 0:
-      return wait_copies<0>();
-    case 1:
-      return wait_copies<1>();
-    case 2:
-      return wait_copies<2>();
-    default:
-      return wait_copies<3>();
+    case 0: return wait_copies<0>();
+    case 1: return wait_copies<1>();
+    case 2: return wait_copies<2>();
+    default: return wait_copies<3>();
   }
 }
 
@@ -96,7 +92,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   constexpr int kSums = kRms ? kRows : 2 * kRows;  // a tile's Σ g·x̂, then its Σ g
   using XVec = Vec<x_t, kVec>;
   using DyVec = Vec<dy_t, kVec>;
-  extern __shared__ __align__(16) unsigned char smem[];
+  unsigned char* smem = dynamic_smem();
   __shared__ acc_t exchange[2][kMaxWarps][kSums];
 
   const BwdSmem<x_t, dy_t, kElems, kRows> layout(blockDim.x);
@@ -262,7 +258,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
 
 // Adds the partial rows up: blockDim = (32 columns, 32 strides of rows), blockIdx.y = which of dweight and dbias.
 template <class acc_t>
-__global__ void __launch_bounds__(kWarp* kWarp) norm_bwd_finish_kernel(const BwdParams p) {
+__global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const BwdParams p) {
   __shared__ acc_t sums[kWarp][kWarp + 1];
   const int col = blockIdx.x * kWarp + threadIdx.x;
   const bool second = blockIdx.y > 0;
@@ -291,7 +287,7 @@ __global__ void __launch_bounds__(kWarp* kWarp) norm_bwd_finish_kernel(const Bwd
 // dx of rows that are wider than the registers of a block: one block a row, which it reads twice.
 constexpr int kBwdWideThreads = 512;
 template <class x_t, class dy_t, bool kRms>
-__global__ void __launch_bounds__(kBwdWideThreads) norm_bwd_wide_kernel(const BwdParams p) {
+__global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, dy_t>;
   constexpr int kSums = kRms ? 1 : 2;
@@ -346,7 +342,7 @@ __global__ void __launch_bounds__(kBwdWideThreads) norm_bwd_wide_kernel(const Bw
 // partial row.
 constexpr int kColumnRows = 8;
 template <class x_t, class dy_t, bool kRms>
-__global__ void __launch_bounds__(kWarp* kColumnRows) norm_bwd_columns_kernel(const BwdParams p) {
+__global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, dy_t>;
   __shared__ acc_t sums[kColumnRows][kWarp * kVec];

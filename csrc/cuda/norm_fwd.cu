@@ -22,9 +22,7 @@ constexpr Shape kShapes[] = {{8, 256}, {16, 512}, {32, 1024}, {16, 8192}, {32, 1
 constexpr int kNarrowRows = 4;  // rows a block where a warp does a row
 constexpr int kWideThreads = 1024;
 
-int round_up(int x, int multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
+int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 template <class x_t, class y_t>
 bool is_aligned(const NormFwd& n) {

@@ -40,12 +40,8 @@ __device__ inline void write_y(const FwdParams& p, y_t* y_row, int col, acc_t rs
   store_row<y_t, kN>(y_row, col, left, p.aligned, x);
 }
 
-__device__ inline float inverse_sqrt(float x) {
-  return rsqrtf(x);
-}
-__device__ inline double inverse_sqrt(double x) {
-  return 1.0 / sqrt(x);
-}
+__device__ inline float inverse_sqrt(float x) { return rsqrtf(x); }
+__device__ inline double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
 
 template <bool kRms, class acc_t>
 __device__ inline void write_stats(const FwdParams& p, int64_t row, acc_t mean, acc_t rstd) {
@@ -56,7 +52,7 @@ __device__ inline void write_stats(const FwdParams& p, int64_t row, acc_t mean, 
 
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y rows a block where a warp is enough for one.
 template <class x_t, class y_t, bool kRms, int kElems>
-__global__ void __launch_bounds__(kFwdMaxThreads) norm_fwd_kernel(const FwdParams p) {
+__global__ void __launch_bounds__(kFwdMaxThreads, 1) norm_fwd_kernel(const FwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, y_t>;
   constexpr int kVecs = kElems / kVec;
@@ -107,11 +103,11 @@ __global__ void __launch_bounds__(kFwdMaxThreads) norm_fwd_kernel(const FwdParam
 
 // One block a row of any width. Each thread keeps its own columns in shared memory, so no barrier guards them.
 template <class x_t, class y_t, bool kRms>
-__global__ void __launch_bounds__(1024) norm_fwd_wide_kernel(const FwdParams p) {
+__global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, y_t>;
   using XVec = Vec<x_t, kVec>;
-  extern __shared__ __align__(16) unsigned char smem[];
+  unsigned char* smem = dynamic_smem();
   XVec* stage = reinterpret_cast<XVec*>(smem);
   __shared__ acc_t buffers[2][kMaxWarps];
   RowSum<acc_t> row_sum{buffers, static_cast<int>(blockDim.x) / kWarp};

@@ -5,6 +5,12 @@
 
 namespace fusedops::cuda {
 
+// The block's dynamic shared memory.
+__device__ inline unsigned char* dynamic_smem() {
+  extern __shared__ __align__(16) unsigned char fusedops_dynamic_smem[];
+  return fusedops_dynamic_smem;
+}
+
 // Starts a copy of 4, 8 or 16 aligned bytes to shared memory; done once wait_copies() says so. Before compute
 // capability 8.0 it is a plain copy.
 template <int kBytes>

@@ -1,0 +1,212 @@
+// The norm kernels and their launchers, emulated, against a double loop. Exits 1 with a line for each failure.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "norm.h"
+
+using fusedops::DType;
+
+namespace {
+
+int failures = 0, checks = 0;
+std::mt19937 generator(0);
+
+double unit_roundoff(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return std::ldexp(1.0, -53);
+    case DType::f32: return std::ldexp(1.0, -24);
+    case DType::f16: return std::ldexp(1.0, -11);
+    default: return std::ldexp(1.0, -8);
+  }
+}
+
+// Elements of a run-time dtype. `skew` elements before the first make the pointer a misaligned one; the allocation ends
+// with the last element, so that AddressSanitizer sees any access beyond.
+struct Array {
+  DType dtype;
+  int64_t skew;
+  std::unique_ptr<unsigned char[]> bytes;
+
+  Array(DType dtype, int64_t n, int64_t skew = 0)
+      : dtype(dtype), skew(skew), bytes(new unsigned char[(n + skew) * size_of(dtype)]) {
+    memset(bytes.get(), 0xff, (n + skew) * size_of(dtype));  // NaN: unwritten elements fail
+  }
+  void* data() { return bytes.get() + skew * size_of(dtype); }
+  double get(int64_t i) const {
+    const void* p = bytes.get() + (skew + i) * size_of(dtype);
+    switch (dtype) {
+      case DType::f64: return *static_cast<const double*>(p);
+      case DType::f32: return *static_cast<const float*>(p);
+      case DType::f16: return __half2float(*static_cast<const __half*>(p));
+      default: return __bfloat162float(*static_cast<const __nv_bfloat16*>(p));
+    }
+  }
+  void set(int64_t i, double x) {
+    void* p = bytes.get() + (skew + i) * size_of(dtype);
+    switch (dtype) {
+      case DType::f64: *static_cast<double*>(p) = x; break;
+      case DType::f32: *static_cast<float*>(p) = static_cast<float>(x); break;
+      case DType::f16: *static_cast<__half*>(p) = __float2half_rn(static_cast<float>(x)); break;
+      default: *static_cast<__nv_bfloat16*>(p) = __float2bfloat16_rn(static_cast<float>(x));
+    }
+  }
+  void fill(int64_t n) {
+    std::normal_distribution<double> normal;
+    for (int64_t i = 0; i < n; ++i) set(i, normal(generator));
+  }
+};
+
+struct Case {
+  bool rms;
+  int64_t rows, hidden;
+  DType x, y, weight, bias;
+  int64_t skew = 0;    // elements by which x, dy, y and dx are misaligned
+  int64_t pad = 0;     // elements between rows of x and dy
+  bool affine = true;  // weight and bias are given
+  double offset = 0;
+  double shift = 0;  // mean of x
+  int device = 0;    // of kDevices
+};
+
+constexpr emulator::Device kDevices[] = {{0, 2, 227 << 10}, {1, 2, 40 << 10}, {2, 2, 28 << 10}, {3, 1, 4 << 10}};
+
+std::string describe(const Case& c) {
+  static const char* names[] = {"f32", "f16", "bf16", "f64"};
+  return std::string(c.rms ? "rms " : "layer ") + std::to_string(c.rows) + "x" + std::to_string(c.hidden) + " " +
+         names[int(c.x)] + "->" + names[int(c.y)] + " w " + names[int(c.weight)] + " b " + names[int(c.bias)] +
+         " skew " + std::to_string(c.skew) + " pad " + std::to_string(c.pad) + " device " + std::to_string(c.device);
+}
+
+void expect(const Case& c, const char* what, const Array& out, int64_t i, double truth, double condition) {
+  ++checks;
+  const double acc = c.x == DType::f64 ? unit_roundoff(DType::f64) : unit_roundoff(DType::f32);
+  const double bound =
+      2 * unit_roundoff(out.dtype) * std::abs(truth) + 16 * acc * condition + (out.dtype == DType::f16 ? 6e-8 : 0);
+  const double error = std::abs(out.get(i) - truth);
+  if (error <= bound) return;
+  if (++failures <= 20) {
+    printf("FAIL %s: %s[%ld] is %g, expected %g, off by %.2g of the bound\n", describe(c).c_str(), what, long(i),
+           out.get(i), truth, error / bound);
+  }
+}
+
+void expect_launch(const Case& c, const char* error) {
+  if (error) printf("FAIL %s: launch: %s\n", describe(c).c_str(), error), ++failures;
+}
+
+void run(const Case& c) {
+  emulator::device = kDevices[c.device];
+  const int64_t n = c.hidden, stride = n + c.pad, elements = c.rows > 0 ? (c.rows - 1) * stride + n : 0;
+  const DType stats = c.x == DType::f64 ? DType::f64 : DType::f32;
+  Array x(c.x, elements, c.skew), dy(c.y, elements, c.skew), w(c.weight, n), b(c.bias, n);
+  Array y(c.y, c.rows * n, c.skew), dx(c.x, c.rows * n, c.skew), dw(c.weight, n), db(c.bias, n);
+  Array mean(stats, c.rows), rstd(stats, c.rows);
+  x.fill(elements);
+  for (int64_t i = 0; i < elements && c.shift != 0; ++i) x.set(i, x.get(i) + c.shift);
+  dy.fill(elements);
+  w.fill(n);
+  b.fill(n);
+
+  fusedops::NormFwd fwd{};
+  fwd.rms = c.rms;
+  fwd.rows = c.rows;
+  fwd.hidden = n;
+  fwd.x = x.data();
+  fwd.x_stride = stride;
+  fwd.x_dtype = c.x;
+  fwd.weight = c.affine ? w.data() : nullptr;
+  fwd.weight_dtype = c.weight;
+  fwd.bias = c.affine && !c.rms ? b.data() : nullptr;
+  fwd.bias_dtype = c.bias;
+  fwd.eps = 1e-5;
+  fwd.weight_offset = c.offset;
+  fwd.y = y.data();
+  fwd.y_dtype = c.y;
+  fwd.mean = c.rms ? nullptr : mean.data();
+  fwd.rstd = rstd.data();
+  expect_launch(c, fusedops::cuda::norm_fwd(fwd, nullptr));
+
+  fusedops::NormBwd bwd{};
+  bwd.rms = c.rms;
+  bwd.rows = c.rows;
+  bwd.hidden = n;
+  bwd.x = x.data();
+  bwd.x_stride = stride;
+  bwd.x_dtype = c.x;
+  bwd.dy = dy.data();
+  bwd.dy_stride = stride;
+  bwd.dy_dtype = c.y;
+  bwd.weight = fwd.weight;
+  bwd.weight_dtype = c.weight;
+  bwd.weight_offset = c.offset;
+  bwd.mean = fwd.mean;
+  bwd.rstd = rstd.data();
+  bwd.dx = dx.data();
+  bwd.dweight = c.affine ? dw.data() : nullptr;
+  bwd.dbias = fwd.bias ? db.data() : nullptr;
+  bwd.dbias_dtype = c.bias;
+  const int64_t bytes = fusedops::cuda::norm_bwd_workspace(bwd);
+  std::unique_ptr<unsigned char[]> workspace(new unsigned char[bytes]);
+  memset(workspace.get(), 0xff, bytes);
+  bwd.workspace = bytes ? workspace.get() : nullptr;
+  expect_launch(c, fusedops::cuda::norm_bwd(bwd, nullptr));
+
+  std::vector<double> dw_truth(n), dw_condition(n), db_truth(n), db_condition(n);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const auto at = [&](int64_t i) { return x.get(r * stride + i); };
+    double m = 0, var = 0, largest = 0, sum_g = 0, sum_gx = 0, abs_g = 0, abs_gx = 0;
+    for (int64_t i = 0; i < n; ++i) m += c.rms ? 0 : at(i) / n;
+    for (int64_t i = 0; i < n; ++i) var += (at(i) - m) * (at(i) - m) / n, largest = std::max(largest, std::abs(at(i)));
+    const double s = 1 / std::sqrt(var + 1e-5), amplify = 1 + largest * s;
+    const auto weight = [&](int64_t i) { return c.affine ? w.get(i) + c.offset : 1.0; };
+    for (int64_t i = 0; i < n; ++i) {
+      const double g = dy.get(r * stride + i) * weight(i), xhat = (at(i) - m) * s;
+      sum_g += c.rms ? 0 : g / n, sum_gx += g * xhat / n, abs_g += std::abs(g) / n, abs_gx += std::abs(g * xhat) / n;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const double d = dy.get(r * stride + i), xhat = (at(i) - m) * s, g = d * weight(i);
+      const double out = xhat * weight(i) + (fwd.bias ? b.get(i) : 0);
+      expect(c, "y", y, r * n + i, out, std::abs(weight(i)) * largest * s + std::abs(out));
+      expect(c, "dx", dx, r * n + i, s * (g - sum_g - xhat * sum_gx),
+             s * (std::abs(g) + abs_g + std::abs(xhat) * abs_gx) * amplify);
+      dw_truth[i] += d * xhat, dw_condition[i] += std::abs(d) * (std::abs(xhat) + amplify);
+      db_truth[i] += d, db_condition[i] += std::abs(d);
+    }
+    if (fwd.mean) expect(c, "mean", mean, r, m, largest);
+    expect(c, "rstd", rstd, r, s, s * amplify);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (bwd.dweight) expect(c, "dweight", dw, i, dw_truth[i], dw_condition[i]);
+    if (bwd.dbias) expect(c, "dbias", db, i, db_truth[i], db_condition[i]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16, f64 = DType::f64;
+  for (const bool rms : {false, true}) {
+    for (const DType x : {f32, f16, bf16}) {  // every pair, whole vectors
+      for (const DType y : {f32, f16, bf16}) run({rms, 9, 64, x, y, y, f32});
+    }
+    run({rms, 5, 34, f64, f64, f64, f64});
+    for (const int64_t hidden : {1, 33, 257}) run({rms, 3, hidden, bf16, bf16, f32, bf16});
+    run({rms, 7, 40, bf16, bf16, bf16, f32, /*skew=*/1});
+    run({rms, 7, 40, f32, f32, f32, f32, /*skew=*/1, /*pad=*/3});
+    run({rms, 7, 40, f16, f32, f16, f16, /*skew=*/0, /*pad=*/8, /*affine=*/false});
+    run({rms, 3, 96, bf16, bf16, bf16, bf16, 0, 0, true, /*offset=*/1.0});
+  }
+  run({false, 3, 512, f32, f32, f32, f32, 0, 0, true, 0, /*shift=*/1e4});
+  run({false, 37, 256, bf16, bf16, f32, f32});   // several tiles a group
+  run({true, 2, 1023, bf16, bf16, bf16, bf16});  // several warps a row
+  run({false, 3, 1536, bf16, bf16, bf16, bf16});
+  run({false, 3, 2048, f32, f32, f32, f32, 0, 0, true, 0, 0, /*device=*/1});   // the second shape
+  run({false, 3, 2048, f32, f32, f32, f32, 0, 0, true, 0, 0, /*device=*/2});   // the third
+  run({false, 3, 2050, bf16, f32, f32, f32, 0, 0, true, 0, 0, /*device=*/3});  // wide rows, read again
+  run({true, 1, 16500, bf16, bf16, bf16, bf16});                               // wide rows, staged
+  printf("%d checks, %d failures, %ld launches\n", checks, failures, emulator::launches);
+  return failures ? 1 : 0;
+}
