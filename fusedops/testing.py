@@ -12,7 +12,8 @@ Errors in ULPs, ours and PyTorch's own in the same dtype, are reported and never
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +182,21 @@ def run(
     return {"output": output.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill uninitialised memory with NaN, that of C++ as well, so that an element nobody wrote is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fill = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    switches.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        switches.fill_uninitialized_memory = fill
+
+
 @dataclass(frozen=True)
 class Truth:
     """The float64 results of a sample, by name, and the condition number of each element."""
@@ -230,7 +246,8 @@ class Comparison:
         name: ``"output"`` or the argument whose gradient it is.
         ratio: worst error over bound; at most 1 passes.
         index, got, want, bound: that element.
-        ulps: largest error in ULPs of the tensor's dtype.
+        ulps: largest error in ULPs of the tensor's dtype, at the size of the element or of 1/16 of what was added up to
+            make it, so that a sum that cancels to nearly nothing does not drown the others.
         torch_ulps: the same for PyTorch's own result; NaN if it was not given.
         problem: why the tensor could not be compared at all, or None.
     """
@@ -309,15 +326,20 @@ def compare(
     share = (error / bound).nan_to_num(math.inf, math.inf)
     worst = int(share.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape))
+    shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
+    torch_ulps = math.nan
+    if baseline is not None:
+        own = torch.where(unspecified, 0.0, _error(baseline.detach().cpu().double(), want, dtype))
+        torch_ulps = float((own / shown).max())
     return Comparison(
         name,
-        float(share.flatten()[worst]),
-        index,
-        *(float(t.flatten()[worst]) for t in (got, want, bound)),
-        ulps=_worst_ulps(error, spacing, condition),
-        torch_ulps=math.nan
-        if baseline is None
-        else _worst_ulps(_error(baseline.detach().cpu().double(), want, dtype), spacing, condition),
+        ratio=float(share.flatten()[worst]),
+        index=index,
+        got=float(got.flatten()[worst]),
+        want=float(want.flatten()[worst]),
+        bound=float(bound.flatten()[worst]),
+        ulps=float((error / shown).max()),
+        torch_ulps=torch_ulps,
     )
 
 
@@ -329,10 +351,6 @@ def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
     error = (torch.where(overflow, limit.copysign(want), got) - want).abs()
     same = (got == want) | (got.isnan() & want.isnan())
     return torch.where(same, 0.0, error.nan_to_num(math.inf, math.inf))
-
-
-def _worst_ulps(error: Tensor, spacing: Tensor, condition: Tensor) -> float:
-    return float(torch.where(condition.isfinite(), error / spacing, 0.0).max())
 
 
 @dataclass(frozen=True)

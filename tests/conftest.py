@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fusedops import backends, dispatch
+from fusedops import backends, dispatch, testing
 from fusedops.config import BACKENDS
 
 
@@ -54,12 +54,9 @@ def need_backend(
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fill uninitialised memory with NaN, from C++ as well, so that an element nobody wrote is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    """Fill uninitialised memory with NaN."""
+    with testing.poisoned():
+        yield
 
 
 @pytest.fixture(autouse=True)
