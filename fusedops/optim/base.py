@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -22,8 +21,6 @@ from ..config import CONFIG
 from ..dispatch import forced_backend, select
 from . import checks, states
 from .calls import adam_call, describe
-
-_grad_of = attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -244,7 +241,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
         for bucket in buckets:
-            bucket.grads = [*map(_grad_of, bucket.params)]
+            bucket.grads = [p.grad for p in bucket.params]
         norm = None
         if self.max_grad_norm is not None or self._fill_found_inf:
             norm = self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
@@ -278,9 +275,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tell whether the plans still describe the parameters, the state objects and the groups' structure."""
         seen = self._seen
         return (
-            _same(seen.params, chain.from_iterable([g["params"] for g in self.param_groups]))
-            and _same(seen.states, self.state.values())
-            and _same(seen.values, chain.from_iterable(map(dict.values, seen.planned)))
+            _same(seen.params, [p for group in self.param_groups for p in group["params"]])
+            and _same(seen.states, [*self.state.values()])
+            and _same(seen.values, [value for state in seen.planned for value in state.values()])
             and seen.structure == self._structure()
             and not any(p.grad is not None for p in seen.waiting)
         )
@@ -346,9 +343,8 @@ def combine_norms(norms: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.cat([n.to(device, dtype, non_blocking=True).reshape(1) for n in norms]))
 
 
-def _same(seen: list[Any], now: Iterable[Any]) -> bool:
-    """Tell whether ``now`` yields the very objects of ``seen``."""
-    now = [*now]
+def _same(seen: list[Any], now: list[Any]) -> bool:
+    """Tell whether ``now`` holds the very objects of ``seen``."""
     return len(now) == len(seen) and all(map(is_, now, seen))
 
 
