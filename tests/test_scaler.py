@@ -154,7 +154,8 @@ def test_growth_and_backoff_over_2000_steps(device):
     assert torch.equal(ours, theirs)
     assert our_dict == their_dict
     assert our_steps == their_steps == 2000 - sum(bad_steps)
-    torch.testing.assert_close(our_p, their_p, rtol=1e-5, atol=1e-6)
+    # Each of 2,000 steps rounds a weight of about 1 once, in the same direction while the gradient is constant.
+    torch.testing.assert_close(our_p, their_p, rtol=0, atol=2000 * 2.0**-24)
 
 
 @both_scalers
