@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...errors import UnsupportedError
 from ..memory import laid_out, lies_like, memory_layout
 from . import adam_kernels as kernels
-from .launch import launch
+from .launch import ceil_div, launch
 from .tables import CHUNK, Chunks, address, capturing, current_stream, make_chunks, upload
 
 _TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -222,7 +221,7 @@ class AdamPlan:
             hyper_table.view(torch.float64), rate_table, tables.group, tables.steps, grad_table, scalars,
             grad_scale, found_inf, grad_norm, float(max_grad_norm), groups, tensors,
         )  # fmt: skip
-        grid = (triton.cdiv(tensors, PROLOGUE.block),)
+        grid = (ceil_div(tensors, PROLOGUE.block),)
         launch(kernels.adam_prologue_kernel, grid, self._device, args, {"BLOCK": PROLOGUE.block}, PROLOGUE.warps)
         return scalars
 
@@ -403,13 +402,30 @@ def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
         launch(kernels.scale_kernel, (chunks.programs,), flat[0].device, args, meta, SCALE.warps)
 
 
-def _gradient_launches(where: str, grads: Sequence[Tensor]) -> list[tuple[torch.dtype, Chunks, Tensor]]:
+_GradientLaunch = tuple[torch.dtype, Chunks, Tensor]
+# Tables of the last lists of gradients. They hold nothing but their key, so an equal key may have them again.
+_recent: dict[Any, list[_GradientLaunch]] = {}
+_RECENT = 16
+
+
+def _gradient_launches(where: str, grads: Sequence[Tensor]) -> list[_GradientLaunch]:
     """One launch a dtype: its chunks, and a table of lengths and addresses of all gradients."""
     for number, grad in enumerate(grads):
         _check_dtype(where, "gradient", number, grad)
     if not grads:
         return []
     device = grads[0].device
+    if capturing(device):
+        return _make_gradient_launches(grads, device)
+    key = (device, current_stream(device), tuple((g.dtype, g.numel(), address(g)) for g in grads))
+    if key not in _recent:
+        if len(_recent) == _RECENT:
+            del _recent[next(iter(_recent))]
+        _recent[key] = _make_gradient_launches(grads, device)
+    return _recent[key]
+
+
+def _make_gradient_launches(grads: Sequence[Tensor], device: torch.device) -> list[_GradientLaunch]:
     numels = [g.numel() for g in grads]
     table = upload([numels, [address(g) for g in grads]], device)
     members: dict[torch.dtype, list[int]] = {}

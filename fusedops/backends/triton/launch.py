@@ -13,6 +13,9 @@ import torch
 Launch = Callable[[Any, tuple[int, ...], torch.device, tuple[Any, ...], dict[str, Any], int], None]
 
 
+_HERE = contextlib.nullcontext()
+
+
 class DeviceLimits(NamedTuple):
     """What launch decisions need to know of a device."""
 
@@ -34,6 +37,11 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_bytes)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up; Triton's own is a decorated function that costs microseconds a call."""
+    return -(-a // b)
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
 ) -> None:
@@ -41,8 +49,8 @@ def launch(
 
     FP fusion is asked for explicitly: its default changes with Triton 3.10.
     """
-    switch = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if switch else contextlib.nullcontext():
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else _HERE:
         kernel[grid](*args, **meta, num_warps=warps, enable_fp_fusion=True)
 
 

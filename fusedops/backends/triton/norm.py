@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from . import norm_kernels as kernels
-from .launch import Launch, device_limits, launch
+from .launch import Launch, ceil_div, device_limits, launch
 
 
 class RowConfig(NamedTuple):
@@ -246,7 +246,7 @@ def _norm_fwd(
         run(kernels.norm_fwd_wide_kernel, (rows,), x.device, args, meta, wide.warps)
         return
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(row_tiles(hidden, config.split))}
-    run(kernels.norm_fwd_kernel, (triton.cdiv(rows, config.rows),), x.device, args, meta, config.warps)
+    run(kernels.norm_fwd_kernel, (ceil_div(rows, config.rows),), x.device, args, meta, config.warps)
 
 
 def _tile_meta(tiles: RowTiles) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def _norm_bwd(
     else:
         _bwd_in_blocks(run, tensors, outputs, sizes, programs)
     if need_dweight or need_dbias:
-        grid = (triton.cdiv(hidden, SUM_PARTIALS.width), 2 if need_dbias else 1)
+        grid = (ceil_div(hidden, SUM_PARTIALS.width), 2 if need_dbias else 1)
         args = (dw_partial, db_partial, dweight, dbias, programs, hidden)
         meta = {"PARTS": SUM_PARTIALS.rows, "BLOCK": SUM_PARTIALS.width}
         run(kernels.sum_partials_kernel, grid, x.device, args, meta, SUM_PARTIALS.warps)
@@ -301,9 +301,9 @@ def _bwd_programs(config: RowConfig | None, rows: int, hidden: int, device: torc
     columns = 1
     if config is None:
         config = BACKWARD_WIDE
-        columns = triton.cdiv(hidden, config.width)
+        columns = ceil_div(hidden, config.width)
     resident = device_limits(device).multiprocessors * config.per_sm
-    return min(triton.cdiv(resident, columns), triton.cdiv(rows, config.rows))
+    return min(ceil_div(resident, columns), ceil_div(rows, config.rows))
 
 
 def _bwd_in_registers(
@@ -340,6 +340,6 @@ def _bwd_in_blocks(
         run(kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
     config = BACKWARD_WIDE
     meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "STAGES": config.stages}
-    grid = (triton.cdiv(hidden, config.width), programs)
+    grid = (ceil_div(hidden, config.width), programs)
     args = (*tensors, *means, *outputs, *sizes)
     run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from . import adam_kernels as kernels
-from .launch import launch
+from .launch import ceil_div, launch
 
 CHUNK = 8192  # elements a program works on: 20 KiB to 230 KiB of traffic, and a 124M-parameter model is 15,000 programs
 # A tensor without elements has no address, yet takes part: any address but null will do, nothing is read there.
@@ -42,7 +41,7 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
         return host
     if not capturing(device):
         return host.pin_memory().to(device, non_blocking=True)
-    table = torch.empty(triton.cdiv(host.numel(), 16) * 16, dtype=torch.int64, device=device)
+    table = torch.empty(ceil_div(host.numel(), 16) * 16, dtype=torch.int64, device=device)
     flat = host.flatten().tolist()
     flat += [0] * (table.numel() - len(flat))
     for start in range(0, len(flat), 16):
@@ -62,7 +61,7 @@ def make_chunks(numels: Sequence[int], chosen: Sequence[int], device: torch.devi
     """Cut the `chosen` of all tensors into chunks; the other tensors get none."""
     counts = [0] * len(numels)
     for i in chosen:
-        counts[i] = triton.cdiv(numels[i], CHUNK)
+        counts[i] = ceil_div(numels[i], CHUNK)
     total = sum(counts)
     uploaded = upload(counts, device)
     owner = torch.repeat_interleave(torch.arange(len(numels), device=device), uploaded, output_size=total)
