@@ -1,13 +1,15 @@
 // Adam's data and arithmetic, shared by the host code, the CPU kernels and the CUDA kernels.
 //
-// One step of one element, in torch's order (arithmetic in fp32, in fp64 for fp64 parameters; every value is rounded to its storage type once):
+// One step of one element, in torch's order (arithmetic in fp32, in fp64 for fp64 parameters; every value is rounded to
+// its storage type once):
 //   g  = grad_factor * grad                       grad_factor = ±1 / grad_scale * clip coefficient
 //   g += l2 * p                                   Adam:  l2 = weight_decay, decay = 1
 //   m  = lerp(m, g, 1 - beta1)
 //   v  = beta2 * v + (1 - beta2) * g * g
 //   p  = p * decay - step_size * m / (sqrt(v) / sqrt(bias_correction2) + eps)
 //                                                 AdamW: l2 = 0, decay = 1 - lr * weight_decay
-// Source: Kingma & Ba 2015 (arXiv:1412.6980), Loshchilov & Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (AMSGrad, arXiv:1904.09237).
+// Source: Kingma & Ba 2015 (arXiv:1412.6980), Loshchilov & Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (AMSGrad,
+// arXiv:1904.09237).
 #pragma once
 
 #include <cmath>
@@ -25,23 +27,26 @@ typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only
 
 namespace fusedops::adam {
 
-// Which body of the CUDA kernel serves a tensor: the common dtype tuples are compiled for, any other is decided by uniform branches at run time.
+// Which body of the CUDA kernel serves a tensor: the common dtype tuples are compiled for, any other is decided by
+// uniform branches at run time.
 enum class Path : uint8_t {
-  kFloat,                // param, grad, state fp32
-  kBFloat,               // all bf16
-  kHalf,                 // all fp16
-  kBFloatMaster,         // param, grad bf16; state, master fp32
-  kHalfMaster,           // param, grad fp16; state, master fp32
-  kBFloatMasterMainGrad, // param bf16; grad, state, master fp32
-  kBFloatState,          // param, grad bf16; state fp32
-  kHalfState,            // param, grad fp16; state fp32
-  kRuntime,              // any other tuple of 16- and 32-bit types, and amsgrad
-  kElements,             // memory that no vector fits: one element at a time
-  kDouble,               // fp64 parameters, likewise
+  kFloat,                 // param, grad, state fp32
+  kBFloat,                // all bf16
+  kHalf,                  // all fp16
+  kBFloatMaster,          // param, grad bf16; state, master fp32
+  kHalfMaster,            // param, grad fp16; state, master fp32
+  kBFloatMasterMainGrad,  // param bf16; grad, state, master fp32
+  kBFloatState,           // param, grad bf16; state fp32
+  kHalfState,             // param, grad fp16; state fp32
+  kRuntime,               // any other tuple of 16- and 32-bit types, and amsgrad
+  kElements,              // memory that no vector fits: one element at a time
+  kDouble,                // fp64 parameters, likewise
 };
 
 // Elements of one vector of a path: 16 bytes of the tuple's widest type.
-FUSEDOPS_HOST_DEVICE constexpr int vector_elements(Path path) { return path == Path::kBFloat || path == Path::kHalf ? 8 : 4; }
+FUSEDOPS_HOST_DEVICE constexpr int vector_elements(Path path) {
+  return path == Path::kBFloat || path == Path::kHalf ? 8 : 4;
+}
 
 struct alignas(16) TensorRecord {
   void* param;
@@ -94,7 +99,7 @@ struct Coefficients {
   T one_minus_beta2;
   T rsqrt_correction2;  // 1 / sqrt(1 - beta2^step)
   T eps;
-  T step_size;          // lr / (1 - beta1^step)
+  T step_size;  // lr / (1 - beta1^step)
 };
 
 struct alignas(16) Scalars {
@@ -104,7 +109,8 @@ struct alignas(16) Scalars {
 };
 
 FUSEDOPS_HOST_DEVICE double read_scalar(const void* pointer, DType dtype) {
-  return dtype == DType::f64 ? *static_cast<const double*>(pointer) : static_cast<double>(*static_cast<const float*>(pointer));
+  return dtype == DType::f64 ? *static_cast<const double*>(pointer)
+                             : static_cast<double>(*static_cast<const float*>(pointer));
 }
 
 FUSEDOPS_HOST_DEVICE double grad_factor(const StepInputs& inputs) {
@@ -117,7 +123,8 @@ FUSEDOPS_HOST_DEVICE double grad_factor(const StepInputs& inputs) {
 }
 
 // step is the number of this step, counted from 1.
-FUSEDOPS_HOST_DEVICE Coefficients<double> coefficients(const GroupParams& group, double lr, double factor, double step) {
+FUSEDOPS_HOST_DEVICE Coefficients<double> coefficients(const GroupParams& group, double lr, double factor,
+                                                       double step) {
   Coefficients<double> c;
   c.grad_factor = group.maximize ? -factor : factor;
   c.l2 = group.decoupled ? 0.0 : group.weight_decay;
@@ -134,9 +141,10 @@ FUSEDOPS_HOST_DEVICE Coefficients<double> coefficients(const GroupParams& group,
 FUSEDOPS_HOST_DEVICE Scalars scalars(const Coefficients<double>& c) {
   Scalars s;
   s.full = c;
-  s.single = {static_cast<float>(c.grad_factor),       static_cast<float>(c.l2),    static_cast<float>(c.decay),
-              static_cast<float>(c.one_minus_beta1),   static_cast<float>(c.beta2), static_cast<float>(c.one_minus_beta2),
-              static_cast<float>(c.rsqrt_correction2), static_cast<float>(c.eps),   static_cast<float>(c.step_size)};
+  s.single = {
+      static_cast<float>(c.grad_factor),       static_cast<float>(c.l2),    static_cast<float>(c.decay),
+      static_cast<float>(c.one_minus_beta1),   static_cast<float>(c.beta2), static_cast<float>(c.one_minus_beta2),
+      static_cast<float>(c.rsqrt_correction2), static_cast<float>(c.eps),   static_cast<float>(c.step_size)};
   s.active = 1;
   return s;
 }
@@ -155,8 +163,8 @@ FUSEDOPS_HOST_DEVICE void update_moments(T g, T p, T& m, T& v, const Coefficient
 FUSEDOPS_HOST_DEVICE double root(double x) { return sqrt(x); }
 FUSEDOPS_HOST_DEVICE double quotient(double a, double b) { return a / b; }
 
-// On the device within one ULP and without the slow-path calls of the IEEE forms, which cost registers and keep loads from overlapping. 0, inf and
-// NaN come out as IEEE's; a denominator below 2^-126 counts as 0.
+// On the device within one ULP and without the slow-path calls of the IEEE forms, which cost registers and keep loads
+// from overlapping. 0, inf and NaN come out as IEEE's; a denominator below 2^-126 counts as 0.
 FUSEDOPS_HOST_DEVICE float root(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
@@ -216,9 +224,11 @@ inline Path choose_path(const TensorRecord& r) {
   const auto aligned = [&](const void* pointer, DType dtype) {
     return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(vector_elements(path) * size_of(dtype)) == 0;
   };
-  const bool vectors = aligned(r.param, r.param_dtype) && aligned(r.exp_avg, r.exp_avg_dtype) && aligned(r.exp_avg_sq, r.exp_avg_sq_dtype) &&
-                       aligned(r.max_exp_avg_sq, r.exp_avg_sq_dtype) && aligned(r.master, DType::f32);
-  return vectors ? path : Path::kElements;  // the gradient's alignment may change from step to step: the kernel looks at it
+  const bool vectors = aligned(r.param, r.param_dtype) && aligned(r.exp_avg, r.exp_avg_dtype) &&
+                       aligned(r.exp_avg_sq, r.exp_avg_sq_dtype) && aligned(r.max_exp_avg_sq, r.exp_avg_sq_dtype) &&
+                       aligned(r.master, DType::f32);
+  return vectors ? path
+                 : Path::kElements;  // the gradient's alignment may change from step to step: the kernel looks at it
 }
 
 }  // namespace fusedops::adam
@@ -226,7 +236,8 @@ inline Path choose_path(const TensorRecord& r) {
 namespace fusedops::cpu {
 
 // Elements [begin, end) of one tensor.
-void adam_update(const adam::TensorRecord& record, const void* grad, const adam::Scalars& scalars, int64_t begin, int64_t end);
+void adam_update(const adam::TensorRecord& record, const void* grad, const adam::Scalars& scalars, int64_t begin,
+                 int64_t end);
 
 }  // namespace fusedops::cpu
 
@@ -248,7 +259,7 @@ struct AdamTables {
 int64_t adam_chunk_size();
 
 // Two launches, one more for every 64 groups past the first 64. Returns null, or what CUDA said of them.
-const char* adam_step(const AdamTables& tables, const adam::GroupParams* groups, int64_t group_count, const adam::StepInputs& inputs,
-                      cudaStream_t stream);
+const char* adam_step(const AdamTables& tables, const adam::GroupParams* groups, int64_t group_count,
+                      const adam::StepInputs& inputs, cudaStream_t stream);
 
 }  // namespace fusedops::cuda

@@ -32,12 +32,19 @@ struct Chunk {
   uint32_t index;
 };
 
-// Copies host bytes to the device as kernel parameters, 4000 a launch: no staging buffer that a later step could overwrite, and a graph capture
-// records the values. Both sizes are multiples of 4.
+// Copies host bytes to the device as kernel parameters, 4000 a launch: no staging buffer that a later step could
+// overwrite, and a graph capture records the values. Both sizes are multiples of 4.
 const char* upload(void* device, const void* host, size_t bytes, cudaStream_t stream);
 
-// Writes chunks[first[t] + i] = {t, i} for every tensor t; first has tensor_count + 1 entries.
-const char* expand_chunks(Chunk* chunks, const uint32_t* first, int64_t tensor_count, int64_t chunk_count, cudaStream_t stream);
+struct ChunkList {
+  Chunk* chunks;          // [chunk_count]
+  const uint32_t* first;  // [tensor_count + 1]: first chunk of each tensor, then chunk_count
+  int64_t tensor_count;
+  int64_t chunk_count;
+};
+
+// Writes chunks[first[t] + i] = {t, i} for every tensor t.
+const char* expand_chunks(const ChunkList& list, cudaStream_t stream);
 
 bool is_capturing(cudaStream_t stream);
 
@@ -56,9 +63,17 @@ struct GradNormArgs {
 // Two launches: squares summed per chunk, then one block adds the partial sums in a fixed order.
 const char* grad_norm(const GradNormArgs& args, cudaStream_t stream);
 
+struct GradScaleArgs {
+  const TensorSpan* spans;  // [tensors]
+  const Chunk* chunks;      // [chunk_count]
+  int64_t chunk_count;
+  int64_t chunk_size;
+  const void* coef;  // one element of coef_dtype
+  DType coef_dtype;
+};
+
 // data *= coef in one launch; leaves memory alone where coef is 1.
-const char* grad_scale(const TensorSpan* spans, const Chunk* chunks, int64_t chunk_count, int64_t chunk_size, const void* coef, DType coef_dtype,
-                       cudaStream_t stream);
+const char* grad_scale(const GradScaleArgs& args, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace fusedops

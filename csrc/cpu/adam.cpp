@@ -1,5 +1,6 @@
-// Adam and the passes over gradients on the CPU. A tensor is walked in tiles that fit the first-level cache: 16-bit tensors are widened into a tile
-// of fp32, fp32 tensors are worked on in place, so the arithmetic is one loop for all dtypes, vectorised by the compiler once per instruction set.
+// Adam and the passes over gradients on the CPU. A tensor is walked in tiles that fit the first-level cache: 16-bit
+// tensors are widened into a tile of fp32, fp32 tensors are worked on in place, so the arithmetic is one loop for all
+// dtypes, vectorised by the compiler once per instruction set.
 #include <algorithm>
 #include <cstring>
 
@@ -77,8 +78,9 @@ FUSEDOPS_ISA_INLINE void narrow(const acc_t* tile, void* data, DType dtype, int6
 }
 
 template <class acc_t>
-FUSEDOPS_ISA_INLINE void update_tile(const acc_t* __restrict__ g, acc_t* __restrict__ p, acc_t* __restrict__ m, acc_t* __restrict__ v,
-                                     acc_t* __restrict__ top, const Coefficients<acc_t>& c, int64_t n) {
+FUSEDOPS_ISA_INLINE void update_tile(const acc_t* __restrict__ g, acc_t* __restrict__ p, acc_t* __restrict__ m,
+                                     acc_t* __restrict__ v, acc_t* __restrict__ top, const Coefficients<acc_t>& c,
+                                     int64_t n) {
   if (top == nullptr) {
     for (int64_t i = 0; i < n; ++i) {
       acc_t exp_avg = m[i], exp_avg_sq = v[i];
@@ -100,7 +102,8 @@ FUSEDOPS_ISA_INLINE void update_tile(const acc_t* __restrict__ g, acc_t* __restr
 }
 
 template <class acc_t>
-FUSEDOPS_ISA_INLINE void update_range(const TensorRecord& r, const void* grad, const Coefficients<acc_t>& coefficients, int64_t begin, int64_t end) {
+FUSEDOPS_ISA_INLINE void update_range(const TensorRecord& r, const void* grad, const Coefficients<acc_t>& coefficients,
+                                      int64_t begin, int64_t end) {
   alignas(64) acc_t tiles[5][kTile];
   const Coefficients<acc_t> c = coefficients;  // by value: the stores below cannot change it
   void* const values = r.master != nullptr ? static_cast<void*>(r.master) : r.param;
@@ -111,7 +114,8 @@ FUSEDOPS_ISA_INLINE void update_range(const TensorRecord& r, const void* grad, c
     acc_t* p = widen(tiles[1], values, value_dtype, begin, n);
     acc_t* m = widen(tiles[2], r.exp_avg, r.exp_avg_dtype, begin, n);
     acc_t* v = widen(tiles[3], r.exp_avg_sq, r.exp_avg_sq_dtype, begin, n);
-    acc_t* top = r.max_exp_avg_sq != nullptr ? widen(tiles[4], r.max_exp_avg_sq, r.exp_avg_sq_dtype, begin, n) : nullptr;
+    acc_t* top =
+        r.max_exp_avg_sq != nullptr ? widen(tiles[4], r.max_exp_avg_sq, r.exp_avg_sq_dtype, begin, n) : nullptr;
     update_tile(g, p, m, v, top, c, n);
     narrow(p, values, value_dtype, begin, n);
     if (r.master != nullptr) narrow(r.master + begin, r.param, r.param_dtype, begin, n);
@@ -121,7 +125,8 @@ FUSEDOPS_ISA_INLINE void update_range(const TensorRecord& r, const void* grad, c
   }
 }
 
-FUSEDOPS_ISA_INLINE void update_body(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin, int64_t end) {
+FUSEDOPS_ISA_INLINE void update_body(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin,
+                                     int64_t end) {
   if (r.param_dtype == DType::f64) {
     update_range<double>(r, grad, s.full, begin, end);
   } else {
@@ -131,29 +136,22 @@ FUSEDOPS_ISA_INLINE void update_body(const TensorRecord& r, const void* grad, co
 
 template <class acc_t>
 FUSEDOPS_ISA_INLINE double square_range(void* data, DType dtype, int64_t n, double factor, bool& nonfinite) {
-  constexpr int kLanes = 16;  // independent sums: the order of additions is ours, so the compiler may use vectors
   alignas(64) acc_t tile[kTile];
   const acc_t scale = static_cast<acc_t>(factor);
   double total = 0.0;
-  acc_t poison[kLanes] = {};
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t count = std::min(kTile, n - begin);
     const acc_t* x = widen(tile, data, dtype, begin, count);
-    acc_t sums[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      for (int k = 0; k < kLanes; ++k) {
-        poison[k] += x[i + k] * acc_t(0);
-        sums[k] += (x[i + k] * scale) * (x[i + k] * scale);
-      }
+    acc_t sum = 0, poison = 0;
+#pragma omp simd reduction(+ : sum, poison)
+    for (int64_t i = 0; i < count; ++i) {
+      const acc_t scaled = x[i] * scale;
+      sum += scaled * scaled;
+      poison += x[i] * acc_t(0);  // NaN from the first inf or NaN on
     }
-    for (; i < count; ++i) {
-      poison[0] += x[i] * acc_t(0);
-      sums[0] += (x[i] * scale) * (x[i] * scale);
-    }
-    for (const acc_t sum : sums) total += sum;
+    total += sum;
+    nonfinite |= poison != poison;
   }
-  for (const acc_t p : poison) nonfinite |= p != p;
   return total;
 }
 
@@ -183,10 +181,12 @@ FUSEDOPS_ISA_INLINE void scale_body(void* data, DType dtype, int64_t n, double f
 }
 
 #ifdef FUSEDOPS_TARGET_AVX2
-FUSEDOPS_TARGET_AVX2 void update_avx2(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin, int64_t end) {
+FUSEDOPS_TARGET_AVX2 void update_avx2(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin,
+                                      int64_t end) {
   update_body(r, grad, s, begin, end);
 }
-FUSEDOPS_TARGET_AVX512 void update_avx512(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin, int64_t end) {
+FUSEDOPS_TARGET_AVX512 void update_avx512(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin,
+                                          int64_t end) {
   update_body(r, grad, s, begin, end);
 }
 FUSEDOPS_TARGET_AVX2 double square_avx2(const void* data, DType dtype, int64_t n, double factor, bool& nonfinite) {
@@ -195,8 +195,12 @@ FUSEDOPS_TARGET_AVX2 double square_avx2(const void* data, DType dtype, int64_t n
 FUSEDOPS_TARGET_AVX512 double square_avx512(const void* data, DType dtype, int64_t n, double factor, bool& nonfinite) {
   return square_body(data, dtype, n, factor, nonfinite);
 }
-FUSEDOPS_TARGET_AVX2 void scale_avx2(void* data, DType dtype, int64_t n, double factor) { scale_body(data, dtype, n, factor); }
-FUSEDOPS_TARGET_AVX512 void scale_avx512(void* data, DType dtype, int64_t n, double factor) { scale_body(data, dtype, n, factor); }
+FUSEDOPS_TARGET_AVX2 void scale_avx2(void* data, DType dtype, int64_t n, double factor) {
+  scale_body(data, dtype, n, factor);
+}
+FUSEDOPS_TARGET_AVX512 void scale_avx512(void* data, DType dtype, int64_t n, double factor) {
+  scale_body(data, dtype, n, factor);
+}
 #endif
 
 }  // namespace

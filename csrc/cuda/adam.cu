@@ -1,11 +1,13 @@
 // Launchers of the Adam step. Bytes moved a parameter: fp32 28; bf16 with fp32 state and master 28; all bf16 14.
 //
-// What can be varied to tune the update for a GPU, all below: kThreads and kBlocksPerSM (together the register budget: 65536 / (kThreads *
-// kBlocksPerSM) a thread), kUnroll (vectors of every tensor that a thread has in flight), kChunk (elements a block; a multiple of
-// 8 * kThreads * kUnroll keeps every full chunk free of idle lanes; larger chunks read fewer table entries, smaller ones end together).
+// What can be varied to tune the update for a GPU, all below: kThreads and kBlocksPerSM (together the register budget:
+// 65536 / (kThreads * kBlocksPerSM) a thread), kUnroll (vectors of every tensor that a thread has in flight), kChunk
+// (elements a block; a multiple of 8 * kThreads * kUnroll keeps every full chunk free of idle lanes; larger chunks read
+// fewer table entries, smaller ones end together).
 #include <algorithm>
 
 #include "adam.cuh"
+#include "launch.h"
 
 namespace fusedops::cuda {
 
@@ -18,16 +20,12 @@ constexpr int kChunk = 8192;
 constexpr int kPrologueThreads = 64;
 static_assert(kChunk % (8 * kThreads * kUnroll) == 0);
 
-const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace
 
 int64_t adam_chunk_size() { return kChunk; }
 
-const char* adam_step(const AdamTables& tables, const GroupParams* groups, int64_t group_count, const StepInputs& inputs, cudaStream_t stream) {
+const char* adam_step(const AdamTables& tables, const GroupParams* groups, int64_t group_count,
+                      const StepInputs& inputs, cudaStream_t stream) {
   if (tables.tensor_count == 0) return nullptr;
   PrologueArgs args;
   args.records = tables.records;
@@ -40,13 +38,12 @@ const char* adam_step(const AdamTables& tables, const GroupParams* groups, int64
     args.first_group = static_cast<int32_t>(first);
     args.group_count = static_cast<int32_t>(std::min<int64_t>(group_count - first, PrologueArgs::kGroups));
     std::copy_n(groups + first, args.group_count, args.groups);
-    adam_prologue_kernel<<<blocks, kPrologueThreads, 0, stream>>>(args);
+    const cudaError_t status = launch(adam_prologue_kernel, args, dim3(blocks), dim3(kPrologueThreads), 0, stream);
+    if (status != cudaSuccess) return describe(status);
   }
-  if (tables.chunk_count > 0) {
-    adam_kernel<kThreads, kBlocksPerSM, kChunk, kUnroll>
-        <<<static_cast<unsigned>(tables.chunk_count), kThreads, 0, stream>>>(tables.records, tables.grads, tables.scalars, tables.chunks);
-  }
-  return last_error();
+  if (tables.chunk_count == 0) return nullptr;
+  return describe(launch(adam_kernel<kThreads, kBlocksPerSM, kChunk, kUnroll>, tables,
+                         dim3(static_cast<unsigned>(tables.chunk_count)), dim3(kThreads), 0, stream, /*overlap=*/true));
 }
 
 }  // namespace fusedops::cuda

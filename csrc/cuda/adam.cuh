@@ -1,9 +1,10 @@
-// Kernels of the Adam step: a prologue (one thread a tensor) that turns step counts and hyper-parameters into coefficients, and the update
-// (one block a chunk) of every tensor of every group and dtype in one launch.
+// Kernels of the Adam step: a prologue (one thread a tensor) that turns step counts and hyper-parameters into
+// coefficients, and the update (one block a chunk) of every tensor of every group and dtype in one launch.
 #pragma once
 
 #include "../adam.h"
 #include "../multi_tensor.h"
+#include "ptx.cuh"
 #include "raw.cuh"
 
 namespace fusedops::cuda {
@@ -21,7 +22,7 @@ struct PrologueArgs {
   const void* const* grads;     // [tensor_count]
   Scalars* scalars;             // [tensor_count]
   int64_t tensor_count;
-  int32_t first_group;          // groups[i] is group first_group + i
+  int32_t first_group;  // groups[i] is group first_group + i
   int32_t group_count;
   StepInputs inputs;
   GroupParams groups[kGroups];
@@ -29,6 +30,7 @@ struct PrologueArgs {
 static_assert(sizeof(PrologueArgs) <= 4096);
 
 __global__ void adam_prologue_kernel(const PrologueArgs args) {
+  allow_next_kernel();
   const int64_t t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (t >= args.tensor_count) return;
   const TensorRecord& record = args.records[t];
@@ -81,8 +83,8 @@ struct Tile {
 };
 
 // Each of the first threads fetches one field, so that the block waits for memory once.
-__device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record, const void* const& grad, const Scalars& scalars, int64_t first,
-                                          int chunk_size) {
+__device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record, const void* const& grad,
+                                          const Scalars& scalars, int64_t first, int chunk_size) {
   const int t = int(threadIdx.x);
   const auto shifted = [first](const void* base, DType dtype) {
     return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * width_of(dtype) : nullptr;
@@ -101,6 +103,7 @@ __device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record
       break;
     case 7: tile.count = int(record.numel - first < chunk_size ? record.numel - first : chunk_size); break;
   }
+  wait_for_previous_kernel();  // the prologue, which writes the scalars; the tables are older
   constexpr int kWords = sizeof(Scalars) / sizeof(uint32_t);
   if (t >= 32 && t < 32 + kWords) {
     reinterpret_cast<uint32_t*>(&tile.scalars)[t - 32] = reinterpret_cast<const uint32_t*>(&scalars)[t - 32];
@@ -181,13 +184,27 @@ __device__ __forceinline__ void update_tile(const Tile& tile) {
   if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * width_of(tile.types.grad)) == 0) {
     switch (tile.path) {
       case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, false>{}, tile); break;
-      case Path::kBFloat: done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, false>{}, tile); break;
-      case Path::kHalf: done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, false>{}, tile); break;
-      case Path::kBFloatMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, true>{}, tile); break;
-      case Path::kHalfMaster: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, true>{}, tile); break;
-      case Path::kBFloatMasterMainGrad: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, true>{}, tile); break;
-      case Path::kBFloatState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, false>{}, tile); break;
-      case Path::kHalfState: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, false>{}, tile); break;
+      case Path::kBFloat:
+        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, false>{}, tile);
+        break;
+      case Path::kHalf:
+        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, false>{}, tile);
+        break;
+      case Path::kBFloatMaster:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, true>{}, tile);
+        break;
+      case Path::kHalfMaster:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, true>{}, tile);
+        break;
+      case Path::kBFloatMasterMainGrad:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, true>{}, tile);
+        break;
+      case Path::kBFloatState:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, false>{}, tile);
+        break;
+      case Path::kHalfState:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, false>{}, tile);
+        break;
       case Path::kRuntime: done = update_vectors<kThreads, 4, 1>(tile.types, tile); break;
       default: break;
     }
@@ -196,12 +213,11 @@ __device__ __forceinline__ void update_tile(const Tile& tile) {
 }
 
 template <int kThreads, int kBlocksPerSM, int kChunk, int kUnroll>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSM)
-    adam_kernel(const TensorRecord* __restrict__ records, const void* const* __restrict__ grads, const Scalars* __restrict__ scalars,
-                const Chunk* __restrict__ chunks) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM) adam_kernel(const AdamTables tables) {
   __shared__ Tile tile;
-  const Chunk chunk = chunks[blockIdx.x];
-  load_tile(tile, records[chunk.tensor], grads[chunk.tensor], scalars[chunk.tensor], int64_t(chunk.index) * kChunk, kChunk);
+  const Chunk chunk = tables.chunks[blockIdx.x];
+  const uint32_t t = chunk.tensor;
+  load_tile(tile, tables.records[t], tables.grads[t], tables.scalars[t], int64_t(chunk.index) * kChunk, kChunk);
   if (tile.scalars.active != 0) update_tile<kThreads, kUnroll>(tile);
 }
 

@@ -3,26 +3,27 @@
 
 #include "../multi_tensor.h"
 #include "raw.cuh"
+#include "reduce.cuh"
 
 namespace fusedops::cuda {
 
 // Sum over the block in a fixed order; the result is thread 0's.
 template <int kThreads>
 __device__ __forceinline__ double block_sum(double value) {
-  __shared__ double warps[kThreads / 32];
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __shared__ double warps[kThreads / kWarp];
+  value = warp_sum(value);
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   double sum = 0.0;
   if (threadIdx.x == 0) {
-    for (int w = 0; w < kThreads / 32; ++w) sum += warps[w];
+    for (int w = 0; w < kThreads / kWarp; ++w) sum += warps[w];
   }
   return sum;
 }
 
 template <int kThreads, int kVec, int kUnroll>
-__device__ __forceinline__ int64_t square_vectors(const char* data, DType dtype, int64_t count, float factor, float& sum, float& poison) {
+__device__ __forceinline__ int64_t square_vectors(const char* data, DType dtype, int64_t count, float factor,
+                                                  float& sum, float& poison) {
   constexpr int kStride = kThreads * kVec;
   const int64_t end = count - count % kVec;
   for (int64_t base = int64_t(threadIdx.x) * kVec; base < end; base += kUnroll * kStride) {
@@ -47,7 +48,8 @@ __device__ __forceinline__ int64_t square_vectors(const char* data, DType dtype,
 }
 
 template <int kThreads, class acc_t>
-__device__ __forceinline__ void square_scalars(const char* data, DType dtype, int64_t begin, int64_t count, acc_t factor, acc_t& sum, acc_t& poison) {
+__device__ __forceinline__ void square_scalars(const char* data, DType dtype, int64_t begin, int64_t count,
+                                               acc_t factor, acc_t& sum, acc_t& poison) {
   for (int64_t i = begin + threadIdx.x; i < count; i += kThreads) {
     const acc_t x = load_one<acc_t>(data, i, dtype);
     poison += x * acc_t(0);
@@ -77,10 +79,12 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const GradNormArg
     float sum = 0.0f, poison = 0.0f;
     int64_t done = 0;
     if (dtype == DType::f32) {
-      if (is_aligned<4>(data, dtype)) done = square_vectors<kThreads, 4, kUnroll>(data, DType::f32, count, float(factor), sum, poison);
+      if (is_aligned<4>(data, dtype))
+        done = square_vectors<kThreads, 4, kUnroll>(data, DType::f32, count, float(factor), sum, poison);
     } else if (is_aligned<8>(data, dtype)) {
-      done = dtype == DType::bf16 ? square_vectors<kThreads, 8, kUnroll>(data, DType::bf16, count, float(factor), sum, poison)
-                                  : square_vectors<kThreads, 8, kUnroll>(data, DType::f16, count, float(factor), sum, poison);
+      done = dtype == DType::bf16
+                 ? square_vectors<kThreads, 8, kUnroll>(data, DType::bf16, count, float(factor), sum, poison)
+                 : square_vectors<kThreads, 8, kUnroll>(data, DType::f16, count, float(factor), sum, poison);
     }
     square_scalars<kThreads, float>(data, dtype, done, count, float(factor), sum, poison);
     total = sum;
@@ -92,11 +96,11 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const GradNormArg
 }
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) finish_norm_kernel(const double* partials, int64_t count, void* norm, DType norm_dtype) {
+__global__ void __launch_bounds__(kThreads) finish_norm_kernel(const GradNormArgs args) {
   double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += partials[i];
+  for (int64_t i = threadIdx.x; i < args.chunk_count; i += kThreads) sum += args.partials[i];
   sum = block_sum<kThreads>(sum);
-  if (threadIdx.x == 0) store_one<double>(norm, 0, norm_dtype, sqrt(sum));
+  if (threadIdx.x == 0) store_one<double>(args.norm, 0, args.norm_dtype, sqrt(sum));
 }
 
 template <int kThreads, int kVec, int kUnroll>
@@ -124,16 +128,15 @@ __device__ __forceinline__ int64_t scale_vectors(char* data, DType dtype, int64_
 }
 
 template <int kThreads, int kUnroll>
-__global__ void __launch_bounds__(kThreads)
-    grad_scale_kernel(const TensorSpan* __restrict__ spans, const Chunk* __restrict__ chunks, int64_t chunk_size, const void* coef, DType coef_dtype) {
-  const double factor = coef_dtype == DType::f64 ? *static_cast<const double*>(coef) : double(*static_cast<const float*>(coef));
+__global__ void __launch_bounds__(kThreads) grad_scale_kernel(const GradScaleArgs args) {
+  const double factor = load_one<double>(args.coef, 0, args.coef_dtype);
   if (factor == 1.0) return;
-  const Chunk chunk = chunks[blockIdx.x];
-  const TensorSpan span = spans[chunk.tensor];
+  const Chunk chunk = args.chunks[blockIdx.x];
+  const TensorSpan span = args.spans[chunk.tensor];
   const DType dtype = DType(span.dtype);
-  const int64_t first = int64_t(chunk.index) * chunk_size;
+  const int64_t first = int64_t(chunk.index) * args.chunk_size;
   const int64_t left = int64_t(span.numel) - first;
-  const int64_t count = left < chunk_size ? left : chunk_size;
+  const int64_t count = left < args.chunk_size ? left : args.chunk_size;
   char* data = static_cast<char*>(span.data) + first * width_of(dtype);
   int64_t done = 0;
   if (dtype == DType::f32) {

@@ -2,16 +2,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "launch.h"
 #include "multi_tensor.cuh"
 
 namespace fusedops::cuda {
 
 namespace {
 
-const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
+constexpr unsigned kThreads = 256;
 
 }  // namespace
 
@@ -22,15 +20,16 @@ const char* upload(void* device, const void* host, size_t bytes, cudaStream_t st
     args.target = reinterpret_cast<uint32_t*>(static_cast<char*>(device) + done);
     args.count = static_cast<int32_t>(part / sizeof(uint32_t));
     std::memcpy(args.words, static_cast<const char*>(host) + done, part);
-    upload_kernel<<<1, 256, 0, stream>>>(args);
+    const cudaError_t status = launch(upload_kernel, args, dim3(1), dim3(kThreads), 0, stream);
+    if (status != cudaSuccess) return describe(status);
   }
-  return last_error();
+  return nullptr;
 }
 
-const char* expand_chunks(Chunk* chunks, const uint32_t* first, int64_t tensor_count, int64_t chunk_count, cudaStream_t stream) {
-  if (chunk_count == 0) return nullptr;
-  expand_chunks_kernel<<<static_cast<unsigned>((chunk_count + 255) / 256), 256, 0, stream>>>(chunks, first, tensor_count, chunk_count);
-  return last_error();
+const char* expand_chunks(const ChunkList& list, cudaStream_t stream) {
+  if (list.chunk_count == 0) return nullptr;
+  const auto blocks = static_cast<unsigned>((list.chunk_count + kThreads - 1) / kThreads);
+  return describe(launch(expand_chunks_kernel, list, dim3(blocks), dim3(kThreads), 0, stream));
 }
 
 bool is_capturing(cudaStream_t stream) {

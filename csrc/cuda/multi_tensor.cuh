@@ -17,15 +17,15 @@ __global__ void upload_kernel(const UploadArgs args) {
   for (int i = threadIdx.x; i < args.count; i += blockDim.x) args.target[i] = args.words[i];
 }
 
-__global__ void expand_chunks_kernel(Chunk* __restrict__ chunks, const uint32_t* __restrict__ first, int64_t tensor_count, int64_t chunk_count) {
+__global__ void expand_chunks_kernel(const ChunkList list) {
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (c >= chunk_count) return;
-  int64_t low = 0, high = tensor_count;  // the last tensor whose first chunk is at most c
+  if (c >= list.chunk_count) return;
+  int64_t low = 0, high = list.tensor_count;  // the last tensor whose first chunk is at most c
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (first[middle] <= c ? low : high) = middle;
+    (list.first[middle] <= c ? low : high) = middle;
   }
-  chunks[c] = {uint32_t(low), uint32_t(c - first[low])};
+  list.chunks[c] = {uint32_t(low), uint32_t(c - list.first[low])};
 }
 
 }  // namespace fusedops::cuda

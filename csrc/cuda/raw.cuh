@@ -1,16 +1,26 @@
-// Vectors of 4 or 8 elements, and single elements, whose type may be known only at run time: branches on it are uniform in the block.
+// Vectors of 4 or 8 elements, and single elements, whose type may be known only at run time: branches on it are uniform
+// in the block.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "../dtype.h"
 
 namespace fusedops::cuda {
 
 __device__ __forceinline__ int width_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
+template <class To, class From>
+__device__ __forceinline__ To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
 
 // kVec elements as loaded: loads are issued for all tensors before the first conversion waits for one of them.
 template <int kVec>
@@ -38,9 +48,11 @@ __device__ __forceinline__ Raw<kVec> load_raw(const void* base, int64_t i, DType
 template <int kVec>
 __device__ __forceinline__ void store_raw(void* base, int64_t i, DType dtype, const Raw<kVec>& raw) {
   if (kVec == 8) {
-    __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + i), make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+    __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + i),
+           make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
   } else if (dtype == DType::f32) {
-    __stcs(reinterpret_cast<uint4*>(static_cast<uint32_t*>(base) + i), make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+    __stcs(reinterpret_cast<uint4*>(static_cast<uint32_t*>(base) + i),
+           make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
   } else {
     __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(base) + i), make_uint2(raw.word[0], raw.word[1]));
   }
@@ -50,12 +62,12 @@ template <int kVec>
 __device__ __forceinline__ void unpack(float (&out)[kVec], const Raw<kVec>& raw, DType dtype) {
   if (kVec == 4 && dtype == DType::f32) {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) out[k] = __uint_as_float(raw.word[k]);
+    for (int k = 0; k < kVec; ++k) out[k] = bit_cast<float>(raw.word[k]);
   } else if (dtype == DType::bf16) {
 #pragma unroll
     for (int k = 0; k < kVec / 2; ++k) {
-      out[2 * k] = __uint_as_float(raw.word[k] << 16);
-      out[2 * k + 1] = __uint_as_float(raw.word[k] & 0xffff0000u);
+      out[2 * k] = bit_cast<float>(raw.word[k] << 16);
+      out[2 * k + 1] = bit_cast<float>(raw.word[k] & 0xffff0000u);
     }
   } else {
 #pragma unroll
@@ -73,7 +85,7 @@ __device__ __forceinline__ Raw<kVec> pack(const float (&in)[kVec], DType dtype) 
   Raw<kVec> raw;
   if (kVec == 4 && dtype == DType::f32) {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) raw.word[k] = __float_as_uint(in[k]);
+    for (int k = 0; k < kVec; ++k) raw.word[k] = bit_cast<uint32_t>(in[k]);
   } else if (dtype == DType::bf16) {
 #pragma unroll
     for (int k = 0; k < kVec / 2; ++k) {

@@ -1,9 +1,10 @@
 // The Adam engine: tensors to tables, checks, device guard, stream.
 //
-// A plan keeps one record a parameter. Each step compares every pointer with the one checked last (a user may replace storage with p.data = ...),
-// looks at the gradients, and rebuilds what moved. On CUDA the records and the list of chunks live in device memory, and so do the gradient
-// pointers. These tables are immutable once written: a change makes new ones, and the allocator's stream order keeps the old until their last
-// reader is done, however far the host runs ahead. They belong to one stream; a captured graph records the writing of its own.
+// A plan keeps one record a parameter. Each step compares every pointer with the one checked last (a user may replace
+// storage with p.data = ...), looks at the gradients, and rebuilds what moved. On CUDA the records and the list of
+// chunks live in device memory, and so do the gradient pointers. These tables are immutable once written: a change
+// makes new ones, and the allocator's stream order keeps the old until their last reader is done, however far the host
+// runs ahead. They belong to one stream; a captured graph records the writing of its own.
 #include "adam.h"
 
 #include <algorithm>
@@ -51,7 +52,9 @@ c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes) {
   return strides;
 }
 
-void* pointer_of(const at::Tensor& tensor) { return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr; }
+void* pointer_of(const at::Tensor& tensor) {
+  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
 
 void check_length(const char* name, size_t got, size_t expected) {
   TORCH_CHECK_VALUE(got == expected, name, ": expected ", expected, " entries, got ", got);
@@ -60,17 +63,18 @@ void check_length(const char* name, size_t got, size_t expected) {
 }  // namespace
 
 struct AdamPlan::StreamTables {
-  uint64_t version = 0;            // of the plan's records that these are
+  uint64_t version = 0;  // of the plan's records that these are
   at::Tensor records;
   at::Tensor scalars;
-  std::vector<uint32_t> first;     // first chunk of each tensor, then the number of chunks
+  std::vector<uint32_t> first;  // first chunk of each tensor, then the number of chunks
   at::Tensor chunks;
   std::vector<void*> grad_pointers;
   at::Tensor grads;
 };
 
 AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_avg, std::vector<at::Tensor> exp_avg_sq,
-                   OptionalTensors max_exp_avg_sq, OptionalTensors master, std::vector<at::Tensor> step, std::vector<int64_t> group)
+                   OptionalTensors max_exp_avg_sq, OptionalTensors master, std::vector<at::Tensor> step,
+                   std::vector<int64_t> group)
     : device_(params.empty() ? c10::Device(at::kCPU) : params.front().device()) {
   const size_t n = params.size();
   check_length("exp_avg", exp_avg.size(), n);
@@ -91,7 +95,8 @@ AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_a
     if (!max_exp_avg_sq.empty() && max_exp_avg_sq[i]) entry.tensors[kMaxExpAvgSq] = std::move(*max_exp_avg_sq[i]);
     if (!master.empty() && master[i]) entry.tensors[kMaster] = std::move(*master[i]);
     entry.step = std::move(step[i]);
-    TORCH_CHECK_VALUE(group[i] >= 0 && group[i] <= UINT16_MAX, "group[", i, "]: expected 0 to ", UINT16_MAX, ", got ", group[i]);
+    TORCH_CHECK_VALUE(group[i] >= 0 && group[i] <= UINT16_MAX, "group[", i, "]: expected 0 to ", UINT16_MAX, ", got ",
+                      group[i]);
     group_count_ = std::max(group_count_, group[i] + 1);
     records_[i] = {};
     records_[i].group = static_cast<uint16_t>(group[i]);
@@ -107,8 +112,9 @@ AdamPlan::~AdamPlan() = default;
 void AdamPlan::check_entry(size_t i) {
   Entry& entry = entries_[i];
   const at::Tensor& param = entry.tensors[kParam];
-  TORCH_CHECK_VALUE(param.defined() && entry.tensors[kExpAvg].defined() && entry.tensors[kExpAvgSq].defined() && entry.step.defined(),
-                    "params, exp_avg, exp_avg_sq, step: expected tensors, got None at ", i);
+  TORCH_CHECK_VALUE(
+      param.defined() && entry.tensors[kExpAvg].defined() && entry.tensors[kExpAvgSq].defined() && entry.step.defined(),
+      "params, exp_avg, exp_avg_sq, step: expected tensors, got None at ", i);
   const bool is_double = param.scalar_type() == at::kDouble;
   entry.any_staged = false;
   for (int role = 0; role < kRoles; ++role) {
@@ -117,24 +123,29 @@ void AdamPlan::check_entry(size_t i) {
     entry.staged[role] = false;
     if (!tensor.defined()) continue;
     const char* const name = kRoleNames[role];
-    TORCH_CHECK_VALUE(tensor.device() == device_, name, "[", i, "]: expected a tensor on ", device_, " as params[0], got one on ",
-                      tensor.device());
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", i, "]: expected a dense tensor, got layout ", tensor.layout());
-    TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", i, "]: expected shape ", param.sizes(), " as the parameter, got ",
-                      tensor.sizes());
-    TORCH_CHECK_VALUE(is_float_dtype(tensor.scalar_type()) && (role == kParam || is_double || tensor.scalar_type() != at::kDouble), name,
-                      "[", i, "]: expected float32, float16 or bfloat16 (float64 with a float64 parameter), got ", tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.device() == device_, name, "[", i, "]: expected a tensor on ", device_,
+                      " as params[0], got one on ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, name, "[", i, "]: expected a dense tensor, got layout ",
+                      tensor.layout());
+    TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", i, "]: expected shape ", param.sizes(),
+                      " as the parameter, got ", tensor.sizes());
+    TORCH_CHECK_VALUE(
+        is_float_dtype(tensor.scalar_type()) && (role == kParam || is_double || tensor.scalar_type() != at::kDouble),
+        name, "[", i, "]: expected float32, float16 or bfloat16 (float64 with a float64 parameter), got ",
+        tensor.scalar_type());
     TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name, "[", i,
                       "]: expected every element to have its own memory, got an expanded tensor");
-    TORCH_CHECK_VALUE(entry.pointers[role] != nullptr || tensor.numel() == 0, name, "[", i, "]: expected a tensor with storage, got none");
+    TORCH_CHECK_VALUE(entry.pointers[role] != nullptr || tensor.numel() == 0, name, "[", i,
+                      "]: expected a tensor with storage, got none");
   }
   const at::Tensor& master = entry.tensors[kMaster];
   TORCH_CHECK_VALUE(!master.defined() || (master.scalar_type() == at::kFloat && !is_double), "master[", i,
-                    "]: expected float32 beside a parameter that is not float64, got ", master.scalar_type(), " beside ",
-                    param.scalar_type());
+                    "]: expected float32 beside a parameter that is not float64, got ", master.scalar_type(),
+                    " beside ", param.scalar_type());
   const at::Tensor& largest = entry.tensors[kMaxExpAvgSq];
-  TORCH_CHECK_VALUE(!largest.defined() || largest.scalar_type() == entry.tensors[kExpAvgSq].scalar_type(), "max_exp_avg_sq[", i,
-                    "]: expected ", entry.tensors[kExpAvgSq].scalar_type(), " as exp_avg_sq, got ", largest.scalar_type());
+  TORCH_CHECK_VALUE(!largest.defined() || largest.scalar_type() == entry.tensors[kExpAvgSq].scalar_type(),
+                    "max_exp_avg_sq[", i, "]: expected ", entry.tensors[kExpAvgSq].scalar_type(),
+                    " as exp_avg_sq, got ", largest.scalar_type());
   check_scalar("step", entry.step, device_, false);
   entry.step_pointer = pointer_of(entry.step);
 
@@ -164,7 +175,8 @@ void AdamPlan::check_entry(size_t i) {
   ++version_;
 }
 
-// Two tensors of a plan must not share memory: their updates would race. Tensors with gaps may interleave, so only their starts are compared.
+// Two tensors of a plan must not share memory: their updates would race. Tensors with gaps may interleave, so only
+// their starts are compared.
 void AdamPlan::check_overlaps() const {
   struct Range {
     const char* begin;
@@ -185,8 +197,9 @@ void AdamPlan::check_overlaps() const {
   }
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
   for (size_t k = 1; k < ranges.size(); ++k) {
-    TORCH_CHECK_VALUE(ranges[k].begin >= ranges[k - 1].end, ranges[k].name, "[", ranges[k].index, "]: expected memory of its own, got memory of ",
-                      ranges[k - 1].name, "[", ranges[k - 1].index, "]");
+    TORCH_CHECK_VALUE(ranges[k].begin >= ranges[k - 1].end, ranges[k].name, "[", ranges[k].index,
+                      "]: expected memory of its own, got memory of ", ranges[k - 1].name, "[", ranges[k - 1].index,
+                      "]");
   }
 }
 
@@ -208,11 +221,14 @@ void AdamPlan::refresh_pointers() {
 void* AdamPlan::gradient_pointer(size_t i, const at::Tensor& grad, std::vector<at::Tensor>& copies) {
   const Entry& entry = entries_[i];
   const at::Tensor& param = entry.tensors[kParam];
-  TORCH_CHECK_VALUE(grad.layout() == at::kStrided, "grads[", i, "]: expected a dense tensor, got layout ", grad.layout());
-  TORCH_CHECK_VALUE(grad.device() == device_, "grads[", i, "]: expected a tensor on ", device_, " as the parameter, got one on ", grad.device());
-  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "grads[", i, "]: expected shape ", param.sizes(), " as the parameter, got ", grad.sizes());
-  TORCH_CHECK_VALUE(is_float_dtype(grad.scalar_type()), "grads[", i, "]: expected float32, float16, bfloat16 or float64, got ",
-                    grad.scalar_type());
+  TORCH_CHECK_VALUE(grad.layout() == at::kStrided, "grads[", i, "]: expected a dense tensor, got layout ",
+                    grad.layout());
+  TORCH_CHECK_VALUE(grad.device() == device_, "grads[", i, "]: expected a tensor on ", device_,
+                    " as the parameter, got one on ", grad.device());
+  TORCH_CHECK_VALUE(grad.sizes() == param.sizes(), "grads[", i, "]: expected shape ", param.sizes(),
+                    " as the parameter, got ", grad.sizes());
+  TORCH_CHECK_VALUE(is_float_dtype(grad.scalar_type()), "grads[", i,
+                    "]: expected float32, float16, bfloat16 or float64, got ", grad.scalar_type());
   if (grad.numel() == 0) return kEmptyGradient;
   if (same_layout(param.sizes(), grad.strides(), entry.strides) && !grad.is_neg()) return pointer_of(grad);
   at::Tensor copy = at::empty_strided(param.sizes(), entry.strides, grad.options());
@@ -244,8 +260,9 @@ std::vector<AdamPlan::Stand> AdamPlan::stage(const std::vector<void*>& grads) {
       }
       stands.push_back({i, static_cast<Role>(role), std::move(copy)});
     }
-    const bool moved = before.param != record.param || before.exp_avg != record.exp_avg || before.exp_avg_sq != record.exp_avg_sq ||
-                       before.max_exp_avg_sq != record.max_exp_avg_sq || before.master != record.master;
+    const bool moved = before.param != record.param || before.exp_avg != record.exp_avg ||
+                       before.exp_avg_sq != record.exp_avg_sq || before.max_exp_avg_sq != record.max_exp_avg_sq ||
+                       before.master != record.master;
     if (!moved) continue;
     record.path = choose_path(record);
     ++version_;
@@ -253,12 +270,14 @@ std::vector<AdamPlan::Stand> AdamPlan::stage(const std::vector<void*>& grads) {
   return stands;
 }
 
-std::vector<GroupParams> AdamPlan::group_params(const std::vector<std::variant<double, at::Tensor>>& lr, const std::vector<double>& beta1,
-                                                const std::vector<double>& beta2, const std::vector<double>& eps,
-                                                const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
+std::vector<GroupParams> AdamPlan::group_params(const std::vector<std::variant<double, at::Tensor>>& lr,
+                                                const std::vector<double>& beta1, const std::vector<double>& beta2,
+                                                const std::vector<double>& eps, const std::vector<double>& weight_decay,
+                                                const std::vector<bool>& decoupled,
                                                 const std::vector<bool>& maximize) const {
   const size_t count = lr.size();
-  TORCH_CHECK_VALUE(count >= static_cast<size_t>(group_count_), "lr: expected at least ", group_count_, " groups, got ", count);
+  TORCH_CHECK_VALUE(count >= static_cast<size_t>(group_count_), "lr: expected at least ", group_count_, " groups, got ",
+                    count);
   check_length("beta1", beta1.size(), count);
   check_length("beta2", beta2.size(), count);
   check_length("eps", eps.size(), count);
@@ -285,9 +304,10 @@ std::vector<GroupParams> AdamPlan::group_params(const std::vector<std::variant<d
   return groups;
 }
 
-void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant<double, at::Tensor>>& lr, const std::vector<double>& beta1,
-                    const std::vector<double>& beta2, const std::vector<double>& eps, const std::vector<double>& weight_decay,
-                    const std::vector<bool>& decoupled, const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
+void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant<double, at::Tensor>>& lr,
+                    const std::vector<double>& beta1, const std::vector<double>& beta2, const std::vector<double>& eps,
+                    const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
+                    const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
                     const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
                     const std::optional<at::Tensor>& grad_norm, std::optional<double> max_grad_norm) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -330,8 +350,9 @@ void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant
     void* const largest = amsgrad[record.group] ? entries_[i].pointers[kMaxExpAvgSq] : nullptr;
     TORCH_CHECK_VALUE(!amsgrad[record.group] || entries_[i].tensors[kMaxExpAvgSq].defined(), "max_exp_avg_sq[", i,
                       "]: expected a tensor, as its group uses amsgrad, got None");
-    const bool same_largest = entries_[i].staged[kMaxExpAvgSq] ? (record.max_exp_avg_sq == nullptr) == (largest == nullptr)
-                                                               : record.max_exp_avg_sq == largest;
+    const bool same_largest = entries_[i].staged[kMaxExpAvgSq]
+                                  ? (record.max_exp_avg_sq == nullptr) == (largest == nullptr)
+                                  : record.max_exp_avg_sq == largest;
     if (record.grad_dtype == dtype_of(grad) && same_largest) continue;
     record.grad_dtype = dtype_of(grad);
     record.max_exp_avg_sq = largest;
@@ -353,7 +374,8 @@ void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant
   }
 }
 
-void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<GroupParams>& groups, const StepInputs& inputs) {
+void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<GroupParams>& groups,
+                        const StepInputs& inputs) {
   constexpr int64_t kChunk = 16384;
   constexpr int64_t kSerial = 65536;  // elements below which another thread does not pay
   if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) return;
@@ -399,7 +421,8 @@ at::Tensor uploaded(const std::vector<T>& table, c10::Device device, cudaStream_
 
 }  // namespace
 
-void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<GroupParams>& groups, const StepInputs& inputs) {
+void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<GroupParams>& groups,
+                         const StepInputs& inputs) {
   const cudaStream_t stream = current_stream(device_);
   std::unique_ptr<StreamTables> captured;
   const bool capturing = cuda::is_capturing(stream);
@@ -417,8 +440,10 @@ void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<Grou
     if (tables.first != first) {
       const at::Tensor device_first = uploaded(first, device_, stream);
       tables.chunks = device_bytes(first[n] * sizeof(cuda::Chunk), device_);
-      check_launch(cuda::expand_chunks(static_cast<cuda::Chunk*>(tables.chunks.mutable_data_ptr()),
-                                       static_cast<const uint32_t*>(device_first.const_data_ptr()), static_cast<int64_t>(n), first[n], stream));
+      check_launch(cuda::expand_chunks(
+          {static_cast<cuda::Chunk*>(tables.chunks.mutable_data_ptr()),
+           static_cast<const uint32_t*>(device_first.const_data_ptr()), static_cast<int64_t>(n), first[n]},
+          stream));
       tables.first = std::move(first);
       tables.scalars = device_bytes(n * sizeof(Scalars), device_);
     }

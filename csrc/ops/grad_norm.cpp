@@ -32,10 +32,11 @@ c10::Device check_gradients(const std::vector<at::Tensor>& grads) {
   const c10::Device device = grads.front().device();
   check_device_is_served(device);
   for (const at::Tensor& grad : grads) {
-    TORCH_CHECK_VALUE(grad.device() == device, "grads: expected all on ", device, " as the first, got one on ", grad.device());
+    TORCH_CHECK_VALUE(grad.device() == device, "grads: expected all on ", device, " as the first, got one on ",
+                      grad.device());
     TORCH_CHECK_VALUE(grad.layout() == at::kStrided && is_float_dtype(grad.scalar_type()),
-                      "grads: expected dense float32, float16, bfloat16 or float64 tensors, got ", grad.scalar_type(), " with layout ",
-                      grad.layout());
+                      "grads: expected dense float32, float16, bfloat16 or float64 tensors, got ", grad.scalar_type(),
+                      " with layout ", grad.layout());
   }
   return device;
 }
@@ -43,7 +44,8 @@ c10::Device check_gradients(const std::vector<at::Tensor>& grads) {
 bool in_memory_order(const at::Tensor& grad) { return grad.is_non_overlapping_and_dense() && !grad.is_neg(); }
 
 TensorSpan span_of(const at::Tensor& grad) {
-  return {const_cast<void*>(grad.const_data_ptr()), static_cast<uint64_t>(grad.numel()), static_cast<uint64_t>(dtype_of(grad))};
+  return {const_cast<void*>(grad.const_data_ptr()), static_cast<uint64_t>(grad.numel()),
+          static_cast<uint64_t>(dtype_of(grad))};
 }
 
 struct SpanList {
@@ -80,7 +82,9 @@ struct SpanList {
   }
 };
 
-void* element(const TensorSpan& span, int64_t i) { return static_cast<char*>(span.data) + i * size_of(static_cast<DType>(span.dtype)); }
+void* element(const TensorSpan& span, int64_t i) {
+  return static_cast<char*>(span.data) + i * size_of(static_cast<DType>(span.dtype));
+}
 
 #ifdef FUSEDOPS_WITH_CUDA
 
@@ -97,19 +101,23 @@ DeviceSpans upload(const SpanList& list, c10::Device device, cudaStream_t stream
   DeviceSpans device_spans = {list.spans, at::empty({spans_bytes}, bytes),
                               at::empty({list.chunk_count() * static_cast<int64_t>(sizeof(cuda::Chunk))}, bytes)};
   const at::Tensor first = at::empty({first_bytes}, bytes);
-  check_launch(cuda::upload(device_spans.spans.mutable_data_ptr(), list.spans.data(), static_cast<size_t>(spans_bytes), stream));
+  check_launch(
+      cuda::upload(device_spans.spans.mutable_data_ptr(), list.spans.data(), static_cast<size_t>(spans_bytes), stream));
   check_launch(cuda::upload(first.mutable_data_ptr(), list.first.data(), static_cast<size_t>(first_bytes), stream));
-  check_launch(cuda::expand_chunks(static_cast<cuda::Chunk*>(device_spans.chunks.mutable_data_ptr()),
-                                   static_cast<const uint32_t*>(first.const_data_ptr()), static_cast<int64_t>(list.spans.size()),
-                                   list.chunk_count(), stream));
+  check_launch(cuda::expand_chunks({static_cast<cuda::Chunk*>(device_spans.chunks.mutable_data_ptr()),
+                                    static_cast<const uint32_t*>(first.const_data_ptr()),
+                                    static_cast<int64_t>(list.spans.size()), list.chunk_count()},
+                                   stream));
   return device_spans;
 }
 
-// The last table of each stream: gradients mostly keep their addresses from step to step. A captured graph records its own upload instead.
+// The last table of each stream: gradients mostly keep their addresses from step to step. A captured graph records its
+// own upload instead.
 DeviceSpans device_spans(const SpanList& list, c10::Device device, cudaStream_t stream) {
   if (cuda::is_capturing(stream)) return upload(list, device, stream);
   static std::mutex mutex;
-  static auto* const cache = new std::map<std::pair<int, cudaStream_t>, DeviceSpans>();  // never destroyed: CUDA is gone before statics are
+  static auto* const cache =
+      new std::map<std::pair<int, cudaStream_t>, DeviceSpans>();  // never destroyed: CUDA is gone before statics are
   const std::lock_guard<std::mutex> lock(mutex);
   DeviceSpans& last = (*cache)[{device.index(), stream}];
   const bool same = last.key.size() == list.spans.size() &&
@@ -125,7 +133,9 @@ DeviceSpans device_spans(const SpanList& list, c10::Device device, cudaStream_t 
 at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf) {
   if (grads.empty()) {
-    const c10::Device device = grad_scale ? grad_scale->device() : found_inf ? found_inf->device() : c10::Device(at::kCPU);
+    const c10::Device device = grad_scale  ? grad_scale->device()
+                               : found_inf ? found_inf->device()
+                                           : c10::Device(at::kCPU);
     return at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
   }
   const at::NoGradGuard no_grad;
@@ -142,7 +152,8 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<a
     any_double |= grad.scalar_type() == at::kDouble;
   }
   const SpanList list(ordered);
-  const at::Tensor norm = at::empty({}, at::TensorOptions().dtype(any_double ? at::kDouble : at::kFloat).device(device));
+  const at::Tensor norm =
+      at::empty({}, at::TensorOptions().dtype(any_double ? at::kDouble : at::kFloat).device(device));
 
   if (device.is_cpu()) {
     const double factor = grad_scale ? 1.0 / static_cast<double>(*grad_scale->const_data_ptr<float>()) : 1.0;
@@ -150,7 +161,8 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<a
     std::atomic<bool> any_nonfinite{false};
     list.for_each_chunk([&](int64_t c, const TensorSpan& span, int64_t start, int64_t n) {
       bool nonfinite = false;
-      partials[static_cast<size_t>(c)] = cpu::sum_squares(element(span, start), static_cast<DType>(span.dtype), n, factor, nonfinite);
+      partials[static_cast<size_t>(c)] =
+          cpu::sum_squares(element(span, start), static_cast<DType>(span.dtype), n, factor, nonfinite);
       if (nonfinite) any_nonfinite = true;
     });
     double sum = 0.0;
@@ -198,7 +210,8 @@ void grad_scale_(const std::vector<at::Tensor>& grads, const at::Tensor& coef) {
   const SpanList list(ordered);
 
   if (device.is_cpu()) {
-    const double factor = coef.scalar_type() == at::kDouble ? *coef.const_data_ptr<double>() : *coef.const_data_ptr<float>();
+    const double factor =
+        coef.scalar_type() == at::kDouble ? *coef.const_data_ptr<double>() : *coef.const_data_ptr<float>();
     if (factor == 1.0) return;
     list.for_each_chunk([&](int64_t, const TensorSpan& span, int64_t start, int64_t n) {
       cpu::scale(element(span, start), static_cast<DType>(span.dtype), n, factor);
@@ -208,9 +221,10 @@ void grad_scale_(const std::vector<at::Tensor>& grads, const at::Tensor& coef) {
 #ifdef FUSEDOPS_WITH_CUDA
   const cudaStream_t stream = current_stream(device);
   const DeviceSpans tables = device_spans(list, device, stream);
-  check_launch(cuda::grad_scale(static_cast<const TensorSpan*>(tables.spans.const_data_ptr()),
-                                static_cast<const cuda::Chunk*>(tables.chunks.const_data_ptr()), list.chunk_count(), list.chunk_size,
-                                coef.const_data_ptr(), dtype_of(coef), stream));
+  check_launch(cuda::grad_scale({static_cast<const TensorSpan*>(tables.spans.const_data_ptr()),
+                                 static_cast<const cuda::Chunk*>(tables.chunks.const_data_ptr()), list.chunk_count(),
+                                 list.chunk_size, coef.const_data_ptr(), dtype_of(coef)},
+                                stream));
 #endif
 }
 

@@ -28,8 +28,8 @@ inline DType dtype_of(const at::Tensor& tensor) {
 inline void check_scalar(const char* name, const at::Tensor& tensor, c10::Device device, bool allow_double) {
   TORCH_CHECK_VALUE(tensor.numel() == 1 && tensor.device() == device &&
                         (tensor.scalar_type() == at::kFloat || (allow_double && tensor.scalar_type() == at::kDouble)),
-                    name, ": expected a one-element float32", allow_double ? " or float64" : "", " tensor on ", device, ", got ",
-                    tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
+                    name, ": expected a one-element float32", allow_double ? " or float64" : "", " tensor on ", device,
+                    ", got ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
 }
 
 inline void check_device_is_served(c10::Device device) {
