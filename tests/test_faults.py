@@ -186,8 +186,10 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
     assert not b.grad.any()
 
 
-def test_threads_of_python_at_once() -> None:
+def test_threads_of_python_at_once(backend: str) -> None:
     """Calls from several threads, each with its own result; caches are shared."""
+    if backend == "triton":
+        pytest.skip("Triton's interpreter patches its language module, which threads share")
     from concurrent.futures import ThreadPoolExecutor
 
     tensors = [torch.randn(16, n) for n in (8, 16, 24, 32) for _ in range(8)]
