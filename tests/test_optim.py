@@ -444,6 +444,57 @@ def test_no_host_sync():
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+def test_a_captured_step_reads_lr_at_replay(backend):
+    p = ones(4097, device="cuda")
+    q = twins([p])[0]
+    lr = torch.tensor(0.1, device="cuda")
+    ours = build(optim.AdamW, [p], backend, lr=lr, capturable=True)
+    torchs = torch.optim.AdamW([q], lr=0.1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.step()
+    torch.cuda.current_stream().wait_stream(side)
+    torchs.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for rate in (0.1, 0.01, 0.5):
+        lr.fill_(rate)
+        torchs.param_groups[0]["lr"] = rate
+        p.grad.normal_()
+        q.grad.copy_(p.grad)
+        graph.replay()
+        torchs.step()
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    ours.step()  # eager again, between replays
+    torchs.step()
+    graph.replay()
+    torchs.step()
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert float(ours.state[p]["step"]) == 6
+
+
+def test_a_compiled_training_step():
+    model = torch.nn.Linear(4, 4)
+    copied = copy.deepcopy(model)
+    ours, torchs = optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(copied.parameters(), lr=0.1)
+
+    def train(net, optimizer):
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(model, ours), train(copied, torchs))
+    assert float(ours.state[model.weight]["step"]) == 3
+
+
 def test_dtensor_parameters_take_plain_torch():
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():

@@ -225,6 +225,18 @@ def test_gradients_are_not_written():
     torch.testing.assert_close(optimizer.grad_norm, norm)
 
 
+def test_a_plain_step_after_a_scaled_one_measures_nothing():
+    params = weights("cpu", 4, 5)
+    scaler, optimizer = fusedops.amp.GradScaler("cpu", init_scale=256.0), optim.AdamW(params)
+    backward(scaler, params, [1.0, INF])
+    scaler.step(optimizer)
+    assert optimizer.grad_norm == INF
+    assert bool(optimizer.step_was_skipped)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    assert not bool(optimizer.step_was_skipped)
+
+
 def test_misuse_is_torchs_error():
     params = weights("cpu", 4)
     scaler, optimizer = fusedops.amp.GradScaler("cpu"), optim.AdamW(params)

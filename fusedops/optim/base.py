@@ -79,8 +79,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         max_grad_norm: the gradients' norm is clipped to it within the step, or None.
-        grad_norm: 0-dim norm of the last step's unscaled gradients, on the first parameter's device; None until a step
-            had a reason to measure it.
+        grad_norm: 0-dim norm of the last step's unscaled gradients, on the first one's device; None where the step had
+            no reason to measure it (``max_grad_norm``, or a step by ``fusedops.amp.GradScaler``).
     """
 
     op: ClassVar[str]
@@ -242,12 +242,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
         for bucket in buckets:
             bucket.grads = [p.grad for p in bucket.params]
-        norm = None
+        self.grad_norm = norm = limit = None
         if self.max_grad_norm is not None or self._fill_found_inf:
-            norm = self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
-        if self.max_grad_norm is None:
-            norm = None
-        limit = None if norm is None else self.max_grad_norm
+            self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
+        if self.max_grad_norm is not None and self.grad_norm is not None:
+            norm, limit = self.grad_norm, self.max_grad_norm
         rates, *options = self.arguments()
         for bucket in buckets:
             device, grads = bucket.device, bucket.grads

@@ -84,7 +84,6 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
             state[key] = deepcopy(values)
             continue
         p, group = owners[key]
-        group["master_weights"] = group["master_weights"] or "master" in values
         where = f"{owner}.load_state_dict: state of parameter {key}"
         state[p] = _copy(where, values, p, group, optimizer.moments(group))
     optimizer.__setstate__({"state": state, "param_groups": merged})
