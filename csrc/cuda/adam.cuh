@@ -82,26 +82,26 @@ struct Tile {
   Path path;
 };
 
-// Each of the first threads fetches one field, so that the block waits for memory once.
+// One thread fetches the record and others the scalars, each without branches between the loads: the block waits for
+// memory once.
 __device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record, const void* const& grad,
                                           const Scalars& scalars, int64_t first, int chunk_size) {
   const int t = int(threadIdx.x);
-  const auto shifted = [first](const void* base, DType dtype) {
-    return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * width_of(dtype) : nullptr;
-  };
-  switch (t) {
-    case 0: tile.param = shifted(record.param, record.param_dtype); break;
-    case 1: tile.exp_avg = shifted(record.exp_avg, record.exp_avg_dtype); break;
-    case 2: tile.exp_avg_sq = shifted(record.exp_avg_sq, record.exp_avg_sq_dtype); break;
-    case 3: tile.max_exp_avg_sq = shifted(record.max_exp_avg_sq, record.exp_avg_sq_dtype); break;
-    case 4: tile.master = shifted(record.master, DType::f32); break;
-    case 5: tile.grad = shifted(grad, record.grad_dtype); break;
-    case 6:
-      tile.types = {record.param_dtype,      record.grad_dtype,        record.exp_avg_dtype,
-                    record.exp_avg_sq_dtype, record.master != nullptr, record.max_exp_avg_sq != nullptr};
-      tile.path = record.path;
-      break;
-    case 7: tile.count = int(record.numel - first < chunk_size ? record.numel - first : chunk_size); break;
+  if (t == 0) {
+    const TensorRecord r = record;
+    const auto shifted = [first](const void* base, DType dtype) {
+      return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * width_of(dtype) : nullptr;
+    };
+    tile.grad = shifted(grad, r.grad_dtype);
+    tile.param = shifted(r.param, r.param_dtype);
+    tile.exp_avg = shifted(r.exp_avg, r.exp_avg_dtype);
+    tile.exp_avg_sq = shifted(r.exp_avg_sq, r.exp_avg_sq_dtype);
+    tile.max_exp_avg_sq = shifted(r.max_exp_avg_sq, r.exp_avg_sq_dtype);
+    tile.master = shifted(r.master, DType::f32);
+    tile.types = {r.param_dtype,      r.grad_dtype,        r.exp_avg_dtype,
+                  r.exp_avg_sq_dtype, r.master != nullptr, r.max_exp_avg_sq != nullptr};
+    tile.path = r.path;
+    tile.count = int(r.numel - first < chunk_size ? r.numel - first : chunk_size);
   }
   wait_for_previous_kernel();  // the prologue, which writes the scalars; the tables are older
   constexpr int kWords = sizeof(Scalars) / sizeof(uint32_t);

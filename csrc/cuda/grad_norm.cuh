@@ -62,7 +62,7 @@ template <int kThreads, int kUnroll>
 __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const GradNormArgs args) {
   const Chunk chunk = args.chunks[blockIdx.x];
   const TensorSpan span = args.spans[chunk.tensor];
-  const double factor = args.grad_scale != nullptr ? 1.0 / double(*args.grad_scale) : 1.0;
+  const float scale = args.grad_scale != nullptr ? *args.grad_scale : 1.0f;
   const DType dtype = DType(span.dtype);
   const int64_t first = int64_t(chunk.index) * args.chunk_size;
   const int64_t left = int64_t(span.numel) - first;
@@ -72,21 +72,21 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const GradNormArg
   bool nonfinite;
   if (dtype == DType::f64) {
     double sum = 0.0, poison = 0.0;
-    square_scalars<kThreads, double>(data, dtype, 0, count, factor, sum, poison);
+    square_scalars<kThreads, double>(data, dtype, 0, count, 1.0 / scale, sum, poison);
     total = sum;
     nonfinite = poison != poison;
   } else {
+    const float factor = 1.0f / scale;
     float sum = 0.0f, poison = 0.0f;
     int64_t done = 0;
     if (dtype == DType::f32) {
       if (is_aligned<4>(data, dtype))
-        done = square_vectors<kThreads, 4, kUnroll>(data, DType::f32, count, float(factor), sum, poison);
+        done = square_vectors<kThreads, 4, kUnroll>(data, DType::f32, count, factor, sum, poison);
     } else if (is_aligned<8>(data, dtype)) {
-      done = dtype == DType::bf16
-                 ? square_vectors<kThreads, 8, kUnroll>(data, DType::bf16, count, float(factor), sum, poison)
-                 : square_vectors<kThreads, 8, kUnroll>(data, DType::f16, count, float(factor), sum, poison);
+      done = dtype == DType::bf16 ? square_vectors<kThreads, 8, kUnroll>(data, DType::bf16, count, factor, sum, poison)
+                                  : square_vectors<kThreads, 8, kUnroll>(data, DType::f16, count, factor, sum, poison);
     }
-    square_scalars<kThreads, float>(data, dtype, done, count, float(factor), sum, poison);
+    square_scalars<kThreads, float>(data, dtype, done, count, factor, sum, poison);
     total = sum;
     nonfinite = poison != poison;
   }
