@@ -36,6 +36,13 @@ def build(cls: type[optim.Adam], params: object, backend: str, **options: object
         pytest.skip(str(error))
 
 
+def ones(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    """Return a parameter of ones with a gradient of ones."""
+    p = torch.nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    return p
+
+
 def make_params(
     device: str, dtype: torch.dtype, *shapes: tuple[int, ...], size: float = 0.1
 ) -> list[torch.nn.Parameter]:

@@ -100,7 +100,7 @@ class ReferenceAdamPlan:
             value = (p if master is None else master).to(dtype)
 
             t = step.to(_scalar_dtype(p.device)) + 1
-            rate = torch.as_tensor(lr[i], dtype=t.dtype, device=p.device).reshape(())
+            rate = _rate(lr[i], t)
             step_size = (rate / (1 - beta1[i] ** t)).to(dtype)
             correction = (1 - beta2[i] ** t).sqrt().to(dtype)
             if weight_decay[i] and decoupled[i]:
@@ -173,6 +173,13 @@ def _check_gradient(number: int, p: Tensor, grad: Tensor) -> None:
 def _write(target: Tensor, value: Tensor, write: Tensor | None) -> None:
     """Round ``value`` into ``target``; where ``write`` (0-dim bool) is False, leave ``target`` as it is."""
     target.copy_(value if write is None else torch.where(write, value.to(target.dtype), target))
+
+
+def _rate(lr: float | Tensor, like: Tensor) -> Tensor:
+    """Return a learning rate as a 0-dim tensor like ``like``; a number gets there without a copy the host waits for."""
+    if isinstance(lr, Tensor) and lr.device == like.device:
+        return lr.reshape(()).to(like.dtype)
+    return torch.full_like(like, float(lr))
 
 
 def _scalar_dtype(device: torch.device) -> torch.dtype:

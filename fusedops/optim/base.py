@@ -339,7 +339,7 @@ def combine_norms(norms: Sequence[Tensor]) -> Tensor:
         return norms[0].reshape(())
     device = norms[0].device
     dtype = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
-    return torch.linalg.vector_norm(torch.cat([n.to(device, dtype, non_blocking=True).reshape(1) for n in norms]))
+    return torch.linalg.vector_norm(torch.cat([on_device(n, device).to(dtype).reshape(1) for n in norms]))
 
 
 def _same(seen: list[Any], now: list[Any]) -> bool:
@@ -347,12 +347,17 @@ def _same(seen: list[Any], now: list[Any]) -> bool:
     return len(now) == len(seen) and all(map(is_, now, seen))
 
 
+def on_device(t: Tensor, device: torch.device) -> Tensor:
+    """Return ``t`` on a device; only a copy to the CPU is waited for, as its value is read there at once."""
+    return t if t.device == device else t.to(device, non_blocking=device.type != "cpu")
+
+
 def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
-    return t if t is None or t.device == device else t.to(device, non_blocking=True)
+    return None if t is None else on_device(t, device)
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """Return a learning rate that a plan on ``device`` can read: a number, or a tensor there or on the CPU."""
     if not isinstance(lr, Tensor):
         return float(lr)
-    return lr if lr.device.type == "cpu" or lr.device == device else lr.to(device, non_blocking=True)
+    return lr if lr.device.type == "cpu" else on_device(lr, device)

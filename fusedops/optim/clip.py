@@ -13,7 +13,7 @@ from .. import backends
 from ..backends.reference_adam import clip_coefficient
 from ..config import CONFIG
 from ..dispatch import select
-from .base import combine_norms
+from .base import combine_norms, on_device
 from .calls import gradient_call
 from .checks import is_plain
 
@@ -66,7 +66,7 @@ def clip_grad_norm_(
         )
     coef = clip_coefficient(norm, float(max_norm))
     for device, gs in by_device.items():
-        chosen[device].grad_scale_(gs, coef.to(device, non_blocking=True))
+        chosen[device].grad_scale_(gs, on_device(coef, device))
     return norm
 
 

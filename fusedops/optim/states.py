@@ -138,7 +138,7 @@ def _counter(step: float | Tensor, device: torch.device) -> Tensor:
     """Return a new 0-dim fp32 counter."""
     if isinstance(step, Tensor):
         return step.detach().reshape(()).to(device, torch.float32, copy=True)
-    return torch.tensor(float(step), dtype=torch.float32, device=device)
+    return torch.full((), float(step), dtype=torch.float32, device=device)
 
 
 def _lies_like(value: Tensor, p: Tensor) -> bool:

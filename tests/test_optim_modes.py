@@ -1,0 +1,121 @@
+"""Optimizers on several devices, without host syncs, captured, compiled and sharded."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from optim_helpers import build, ones, twins
+
+import fusedops
+from fusedops import optim
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parameters_on_two_devices():
+    params = [torch.nn.Parameter(torch.ones(8, device=f"cuda:{i}")) for i in (0, 1)] + [
+        torch.nn.Parameter(torch.ones(8))
+    ]
+    scaler = fusedops.amp.GradScaler("cuda", init_scale=4.0)
+    optimizer = optim.AdamW(params, lr=0.1, max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum().to("cuda:0") for p in params)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(optimizer.grad_norm.cpu(), torch.tensor(24.0).sqrt())
+    assert torch.equal(params[0].cpu(), params[1].cpu())
+    torch.testing.assert_close(params[0].cpu(), params[2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_host_sync():
+    p = torch.nn.Parameter(torch.ones(64, device="cuda"))
+    optimizer = optim.AdamW([p], lr=torch.tensor(0.1, device="cuda"), max_grad_norm=1.0)
+    scaler = fusedops.amp.GradScaler("cuda")
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if step:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+            assert optimizer.step_was_skipped.device.type == "cuda"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+def test_a_captured_step_reads_lr_at_replay(backend):
+    p = ones(4097, device="cuda")
+    q = twins([p])[0]
+    lr = torch.tensor(0.1, device="cuda")
+    ours = build(optim.AdamW, [p], backend, lr=lr, capturable=True)
+    torchs = torch.optim.AdamW([q], lr=0.1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.step()
+    torch.cuda.current_stream().wait_stream(side)
+    torchs.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for rate in (0.1, 0.01, 0.5):
+        lr.fill_(rate)
+        torchs.param_groups[0]["lr"] = rate
+        p.grad.normal_()
+        q.grad.copy_(p.grad)
+        graph.replay()
+        torchs.step()
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    ours.step()  # eager again, between replays
+    torchs.step()
+    graph.replay()
+    torchs.step()
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert float(ours.state[p]["step"]) == 6
+
+
+def test_a_compiled_training_step():
+    model = torch.nn.Linear(4, 4)
+    copied = copy.deepcopy(model)
+    ours, torchs = optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(copied.parameters(), lr=0.1)
+
+    def train(net, optimizer):
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(model, ours), train(copied, torchs))
+    assert float(ours.state[model.weight]["step"]) == 3
+
+
+def test_dtensor_parameters_take_plain_torch():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        q = ones(4, 4)
+        ours, torchs = optim.AdamW([p], lr=0.1, max_grad_norm=1.0), optim.AdamW([q], lr=0.1, max_grad_norm=1.0)
+        for _ in range(3):
+            p.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+            ours.step()
+            torchs.step()
+        assert type(ours.state[p]["exp_avg"]) is type(p.data)
+        torch.testing.assert_close(p.full_tensor(), q.detach())
+        torch.testing.assert_close(ours.grad_norm, torch.tensor(4.0))
+    finally:
+        dist.destroy_process_group()
