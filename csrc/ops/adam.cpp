@@ -104,6 +104,7 @@ AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_a
     check_entry(i);
   }
   check_overlaps();
+  checked_ = true;
 }
 
 AdamPlan::~AdamPlan() = default;
@@ -203,18 +204,20 @@ void AdamPlan::check_overlaps() const {
   }
 }
 
-// Checks what was given other storage since the last step.
+// Checks what was given other storage since the last step, and everything after a check that failed.
 void AdamPlan::refresh_pointers() {
-  bool moved = false;
+  const bool all = !std::exchange(checked_, false);
+  bool moved = all;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     bool same = entry.step_pointer == pointer_of(entry.step) && records_[i].numel == entry.tensors[kParam].numel();
     for (int role = 0; role < kRoles; ++role) same &= entry.pointers[role] == pointer_of(entry.tensors[role]);
-    if (same) continue;
+    if (same && !all) continue;
     check_entry(i);
     moved = true;
   }
   if (moved) check_overlaps();
+  checked_ = true;
 }
 
 // Checks a gradient; returns its memory, or that of a copy laid out as the parameter.

@@ -78,6 +78,7 @@ class AdamPlan {
   std::vector<Entry> entries_;
   std::vector<adam::TensorRecord> records_;
   uint64_t version_ = 0;  // of records_
+  bool checked_ = false;  // entries_ passed all checks with the pointers they hold
   int64_t group_count_ = 0;
   std::map<void*, std::unique_ptr<StreamTables>> tables_;  // by stream
 };
