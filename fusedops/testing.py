@@ -123,7 +123,7 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) ->
     for name, dtype in case.dtypes.items():
         main = name == "input"
         noise = torch.randn(
-            case.shape if main else spec.parameter_shape(case), generator=generator, dtype=torch.float64
+            case.shape if main else spec.parameter_shape(case), generator=generator, dtype=torch.float64, device="cpu"
         )
         values = (_VALUES[case.values](noise, case.normalized, dtype) if main else noise).to(device, dtype)
         if case.layout == "misaligned":
@@ -146,7 +146,8 @@ def make_grad(case: Case, output: Tensor, seed: int = 0) -> Tensor:
     if case.layout == "expanded_grad":
         return output.new_ones(()).expand(output.shape)
     generator = torch.Generator().manual_seed(seed + 1)
-    values = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device, output.dtype)
+    values = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
+    values = values.to(output.device, output.dtype)
     if case.layout == "strided_grad":
         return _in_wider(values, -1, 3, 2)
     return _misaligned(values) if case.layout == "misaligned" else values
@@ -418,11 +419,12 @@ def judge(
 
 def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str | None:
     """Return why a backend can't be held to a case (its own words, or ``UNTESTABLE``'s), or None if it can."""
-    reason: str | None = backends.get(backend).unavailable(device)
+    device_type = torch.device(device).type
+    reason: str | None = backends.get(backend).unavailable(device_type)
     if reason is not None:
         return reason
     for dtype in case.dtypes.values():
-        if reason := UNTESTABLE.get((backend, device, dtype, case.values)):
+        if reason := UNTESTABLE.get((backend, device_type, dtype, case.values)):
             return reason
     kwargs = make_sample(spec, case, device).kwargs
     return "; ".join(refusals(backend, spec.describe(**kwargs))) or None

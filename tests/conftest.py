@@ -42,7 +42,7 @@ def need_backend(
 
     def need(name: str) -> None:
         record_property("backend", name)
-        reason = backends.get(name).unavailable(device)
+        reason = backends.get(name).unavailable(torch.device(device).type)
         if reason is None:
             return
         if name in _required(pytestconfig):

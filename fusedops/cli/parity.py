@@ -92,8 +92,9 @@ def run(args: argparse.Namespace) -> int:
             if name not in absent:
                 _check(row, spec, case, str(device), args.seed)
     print(f"Parity on {_device_name(device)}, torch {torch.__version__}, {'all' if args.full else 'quick'} cells")
-    _print_table([row.columns() for row in rows.values() if row.backend not in absent])
-    print(_FOOT)
+    if table := [row.columns() for row in rows.values() if row.backend not in absent]:
+        _print_table(table)
+        print(_FOOT)
     for reason in dict.fromkeys(f"{row.backend}: {text}" for row in rows.values() for text in row.passed_over):
         print(f"not served by {reason}")
     for name, reason in absent.items():
