@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,6 +51,19 @@ def need_backend(
         pytest.skip(f"{name}: {reason}")
 
     return need
+
+
+@pytest.fixture(params=["native", "triton", "reference"])
+def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    """Each backend in turn, forced, with new tensors on the device under test."""
+    reason = backends.get(request.param).unavailable(torch.device(device).type)
+    if reason is not None and request.param in _required(request.config):
+        pytest.fail(f"--require {request.param}: {reason}", pytrace=False)
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+    # The default device is the CPU already; setting it all the same would put a mode around every call.
+    with nullcontext() if device == "cpu" else torch.device(device), dispatch.use_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture

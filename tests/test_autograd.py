@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,15 +16,11 @@ from fusedops.registry import OPS, Case, OpSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
 SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
-SMALL = Case((3, 16), 1, {"input": F32, "weight": F32})
 
 
-@pytest.fixture(params=["native", "triton", "reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if reason := fusedops.backends("cpu")[request.param]:
-        pytest.skip(reason)
-    with fusedops.use_backend(request.param):
-        yield request.param
+def here() -> str:
+    """Where the ``backend`` fixture puts new tensors."""
+    return str(torch.get_default_device())
 
 
 def mixes() -> list[tuple[OpSpec, Case]]:
@@ -42,18 +38,18 @@ def mixes() -> list[tuple[OpSpec, Case]]:
 @pytest.mark.parametrize(("spec", "case"), mixes(), ids=[f"{spec.name}-{case.id}" for spec, case in mixes()])
 def test_second_derivatives_are_the_references(spec: OpSpec, case: Case, backend: str) -> None:
     """Under create_graph=True backward is differentiable for every mix of dtypes and option."""
-    if reason := testing.refused(spec, case, backend):
+    if reason := testing.refused(spec, case, backend, here()):
         pytest.skip(reason)
 
     def second(function: Callable[..., Tensor], wide: bool) -> list[Tensor]:
-        kwargs = dict(testing.make_sample(spec, case).kwargs)
+        kwargs = dict(testing.make_sample(spec, case, here()).kwargs)
         if wide:
             kwargs.update(spec.defaults(kwargs))
             kwargs.pop("out_dtype", None)
             kwargs.update({n: kwargs[n].detach().double().requires_grad_() for n in case.dtypes})
         leaves = [kwargs[name] for name in case.dtypes]
         y = function(**kwargs)
-        grad = testing.make_grad(case, spec.reference(**testing.make_sample(spec, case).kwargs)).to(y.dtype)
+        grad = testing.make_grad(case, spec.reference(**testing.make_sample(spec, case, here()).kwargs)).to(y.dtype)
         first = torch.autograd.grad(y, leaves, grad, create_graph=True)
         total = sum(g.double().square().sum() for g in first if g.requires_grad)
         return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
@@ -69,9 +65,9 @@ def test_second_derivatives_are_the_references(spec: OpSpec, case: Case, backend
 @SPECS
 def test_gradgradcheck(spec: OpSpec, backend: str) -> None:
     case = Case((3, 5), 1, dict.fromkeys(spec.grads, torch.float64))
-    if reason := testing.refused(spec, case, backend):
+    if reason := testing.refused(spec, case, backend, here()):
         pytest.skip(reason)
-    kwargs = testing.make_sample(spec, case).kwargs
+    kwargs = testing.make_sample(spec, case, here()).kwargs
     leaves = [kwargs.pop(name) for name in spec.grads]
     kwargs["eps"] = 1e-2
     function = lambda *tensors: spec.function(**dict(zip(spec.grads, tensors, strict=True)), **kwargs)  # noqa: E731
@@ -170,9 +166,9 @@ def test_inference_tensors(spec: OpSpec, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, torch.float64], ids=str)
 def test_arguments_are_left_alone_and_not_aliased(spec: OpSpec, dtype: torch.dtype, backend: str) -> None:
     case = Case((4, 16), 1, dict.fromkeys(spec.grads, dtype))
-    if reason := testing.refused(spec, case, backend):
+    if reason := testing.refused(spec, case, backend, here()):
         pytest.skip(reason)
-    sample = testing.make_sample(spec, case)
+    sample = testing.make_sample(spec, case, here())
     before = {name: sample.kwargs[name].detach().clone() for name in spec.grads}
     grad = testing.make_grad(case, sample.kwargs["input"].detach())
     kept = grad.clone()

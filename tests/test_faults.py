@@ -5,8 +5,6 @@ Kinds that parity already covers (strides, alignment, dtype mixes, wide rows, em
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,19 +15,12 @@ from fusedops import testing
 from fusedops.registry import OPS, Case
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+pytestmark = pytest.mark.usefixtures("backend")
 layer_norm, rms_norm, close = fusedops.layer_norm, fusedops.rms_norm, torch.testing.assert_close
 
 
-@pytest.fixture(params=["native", "triton", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if reason := fusedops.backends("cpu")[request.param]:
-        pytest.skip(reason)
-    with fusedops.use_backend(request.param):
-        yield request.param
-
-
 def slow_in_interpreter(backend: str) -> None:
-    if backend == "triton":
+    if backend == "triton" and torch.get_default_device().type == "cpu":
         pytest.skip("one program a row, and the interpreter takes milliseconds for each")
 
 
@@ -71,7 +62,7 @@ def test_gradients_of_a_multi_dimensional_shape_over_many_rows(given: tuple[str,
     slow_in_interpreter(backend)
     spec = OPS["layer_norm"]
     case = Case((70000, 2, 8), 2, {"input": F32, **dict.fromkeys(given, F32)})
-    outcome = testing.check(spec, case, backend)
+    outcome = testing.check(spec, case, backend, str(torch.get_default_device()))
     assert outcome.passed, str(outcome)
 
 
@@ -118,7 +109,8 @@ def test_square_sum_is_not_kept_in_16_bits() -> None:
      torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) * 1e-3 + 8],
     ids=["2000", "40000", "8"],
 )  # fmt: skip
-def test_mean_shifted_rows(x: Tensor) -> None:
+def test_mean_shifted_rows(x: Tensor, device: str) -> None:
+    x = x.to(device)
     close(layer_norm(x, x.shape[-1]), F.layer_norm(x.double(), x.shape[-1:]).float(), rtol=1e-3, atol=1e-3)
 
 
@@ -188,7 +180,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 
 def test_threads_of_python_at_once(backend: str) -> None:
     """Calls from several threads, each with its own result; caches are shared."""
-    if backend == "triton":
+    if backend == "triton" and torch.get_default_device().type == "cpu":
         pytest.skip("Triton's interpreter patches its language module, which threads share")
     from concurrent.futures import ThreadPoolExecutor
 
