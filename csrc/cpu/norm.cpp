@@ -19,10 +19,10 @@ namespace fusedops::cpu {
 
 namespace {
 
-constexpr int64_t kGrain = 16384;               // elements that are worth a thread
-constexpr int64_t kSumBlock = 1024;             // columns summed in fp32
-constexpr int64_t kMinRows = 8, kMaxRows = 64;  // rows of a block of dweight and dbias
-constexpr int64_t kColumns = 256;               // columns finished together
+constexpr int64_t kGrain = 16384;                // elements that are worth a thread
+constexpr int64_t kSumBlock = 1024;              // columns summed in fp32
+constexpr int64_t kMinRows = 16, kMaxRows = 64;  // rows of a block of dweight and dbias
+constexpr int64_t kColumns = 256;                // columns finished together
 
 // Calls f(column, load, store) for all columns of [begin, end), a vector at a time; load and store are whole-vector
 // accesses but for the last one, whose lanes past the end read as zero.
@@ -61,6 +61,21 @@ FUSEDOPS_ISA_INLINE void for_columns(int64_t begin, int64_t end, const F& f) {
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) f(i, Whole());
   if (i < end) f(i, Part{end - i});
+}
+
+// A row as acc_t: itself, or a copy that spares 16-bit elements a conversion in each pass.
+template <class T>
+FUSEDOPS_ISA_INLINE const typename Lanes<T>::acc_t* widen_row(const T* row, int64_t hidden,
+                                                              std::vector<typename Lanes<T>::acc_t>& copy) {
+  if constexpr (std::is_same_v<T, typename Lanes<T>::acc_t>) {
+    return row;
+  } else {
+    copy.resize(hidden);
+    auto* out = copy.data();
+    for_columns<Lanes<T>::kLanes>(0, hidden,
+                                  [&](int64_t i, auto access) { access.store(out + i, access.load(row + i)); });
+    return out;
+  }
 }
 
 // Two row sums of what f(column, access, sum_a, sum_b) adds up.
@@ -120,8 +135,9 @@ FUSEDOPS_ISA_INLINE void fwd_rows(const FwdRows<typename Lanes<x_t>::acc_t>& r) 
   using V = typename Lanes<x_t>::V;
   constexpr int kLanes = Lanes<x_t>::kLanes;
   const int64_t hidden = r.n.hidden;
+  std::vector<acc_t> x_copy;
   for (int64_t row = r.begin; row < r.end; ++row) {
-    const x_t* x = static_cast<const x_t*>(r.n.x) + row * r.n.x_stride;
+    const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
     y_t* y = static_cast<y_t*>(r.n.y) + row * hidden;
     double sum = 0, squares = 0, unused;
     if (!r.n.rms) {
@@ -161,11 +177,12 @@ FUSEDOPS_ISA_INLINE void bwd_rows(const BwdRows<typename Lanes<x_t>::acc_t>& r) 
   using V = typename Lanes<x_t>::V;
   constexpr int kLanes = Lanes<x_t>::kLanes;
   const int64_t hidden = r.n.hidden;
+  std::vector<acc_t> x_copy, dy_copy;
   if (r.dweight) std::fill_n(r.dweight, hidden, acc_t(0));
   if (r.dbias) std::fill_n(r.dbias, hidden, acc_t(0));
   for (int64_t row = r.begin; row < r.end; ++row) {
-    const x_t* x = static_cast<const x_t*>(r.n.x) + row * r.n.x_stride;
-    const dy_t* dy = static_cast<const dy_t*>(r.n.dy) + row * r.n.dy_stride;
+    const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
+    const acc_t* dy = widen_row(static_cast<const dy_t*>(r.n.dy) + row * r.n.dy_stride, hidden, dy_copy);
     x_t* dx = static_cast<x_t*>(r.n.dx) + (r.n.dx ? row * hidden : 0);
     const acc_t mean = r.n.rms ? acc_t(0) : static_cast<const acc_t*>(r.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(r.n.rstd)[row];

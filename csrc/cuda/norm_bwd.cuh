@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   const auto column = [&](int i) { return (i * static_cast<int>(blockDim.x) + thread) * kVec; };
 
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + group) * kRows;
+  // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
+  const int64_t first = (static_cast<int64_t>(group) * gridDim.x + blockIdx.x) * kRows;
   const auto rows_left = [&](int64_t row) {
     return static_cast<int>(min(p.n.rows - row, static_cast<int64_t>(kRows)));
   };

@@ -11,14 +11,26 @@ namespace fusedops::cuda {
 
 namespace {
 
-// Elements a thread holds, the widest row for it, and the threads that share it at most: the first row that is wide
-// enough is taken. Up to 1,024 columns a warp does a row alone, without a barrier; above, few elements a thread and
-// many threads keep enough loads in flight, until a block has no more threads.
+// Elements a thread holds, and the widest row for that: the first row that is wide enough is taken. Up to 1,024 columns
+// a warp does a row alone, without a barrier; above, 64 bytes a thread keep enough loads under way. 32 elements are
+// more than the registers hold in fp64, 16 more than needed in fp32 until a block has no more threads.
 struct Shape {
   int elems;
   int max_hidden;
 };
-constexpr Shape kShapes[] = {{8, 256}, {16, 512}, {32, 1024}, {16, 8192}, {32, 16384}};
+constexpr Shape kShapes16Bit[] = {{8, 256}, {16, 512}, {32, 16384}};
+constexpr Shape kShapes32Bit[] = {{8, 256}, {16, 512}, {32, 1024}, {16, 8192}, {32, 16384}};
+constexpr Shape kShapes64Bit[] = {{8, 256}, {16, 8192}};
+template <class x_t>
+constexpr auto& shapes() {
+  if constexpr (sizeof(x_t) == 8) {
+    return kShapes64Bit;
+  } else if constexpr (sizeof(x_t) == 4) {
+    return kShapes32Bit;
+  } else {
+    return kShapes16Bit;
+  }
+}
 constexpr int kNarrowRows = 4;  // rows a block where a warp does a row
 constexpr int kWideThreads = 1024;
 
@@ -36,13 +48,13 @@ bool is_aligned(const NormFwd& n) {
 
 template <class x_t, class y_t, bool kRms>
 cudaError_t launch_fwd(const NormFwd& n, cudaStream_t stream) {
-  constexpr int kMaxElems = sizeof(x_t) == 8 ? 16 : 32;  // 32 in fp64 do not fit in the registers
+  constexpr int kMaxElems = sizeof(x_t) == 8 ? 16 : 32;
   FwdParams p{n, static_cast<int>(n.hidden), is_aligned<x_t, y_t>(n), false};
   const auto grid_for = [&](int rows_per_block) {
     return dim3(std::min<int64_t>((n.rows + rows_per_block - 1) / rows_per_block, INT_MAX));
   };
-  for (const Shape& shape : kShapes) {
-    if (p.hidden > shape.max_hidden || shape.elems > kMaxElems) continue;
+  for (const Shape& shape : shapes<x_t>()) {
+    if (p.hidden > shape.max_hidden) continue;
     const int threads = round_up((p.hidden + shape.elems - 1) / shape.elems, kWarp);
     const int rows = threads == kWarp ? kNarrowRows : 1;
     const auto kernel = shape.elems == 8    ? norm_fwd_kernel<x_t, y_t, kRms, 8>

@@ -11,7 +11,12 @@
 
 namespace fusedops::cuda {
 
-constexpr int kFwdMaxThreads = 512;  // leaves 128 registers a thread
+constexpr int kFwdMaxThreads = 512;
+
+// Blocks of that size an SM must hold. Two leave 64 registers, which all fit that load 64 bytes a thread and do not
+// store wider elements: 1,024 threads an SM then keep 64 KiB of loads under way.
+template <class x_t, class y_t, int kElems>
+constexpr int kFwdMinBlocks = sizeof(x_t) * kElems <= 64 && sizeof(y_t) <= sizeof(x_t) ? 2 : 1;
 
 struct FwdParams {
   NormFwd n;
@@ -52,7 +57,7 @@ __device__ inline void write_stats(const FwdParams& p, int64_t row, acc_t mean, 
 
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y rows a block where a warp is enough for one.
 template <class x_t, class y_t, bool kRms, int kElems>
-__global__ void __launch_bounds__(kFwdMaxThreads, 1) norm_fwd_kernel(const FwdParams p) {
+__global__ void __launch_bounds__(kFwdMaxThreads, kFwdMinBlocks<x_t, y_t, kElems>) norm_fwd_kernel(const FwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, y_t>;
   constexpr int kVecs = kElems / kVec;
@@ -83,10 +88,15 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 1) norm_fwd_kernel(const FwdPa
     acc_t squares = 0;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      for_valid<kVec>(p.hidden - (i * blockDim.x + threadIdx.x) * kVec, [&](int j) {
-        const acc_t d = widen(x[i].v[j]) - mean;
-        squares += d * d;
-      });
+      if constexpr (kRms) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) squares += widen(x[i].v[j]) * widen(x[i].v[j]);
+      } else {
+        for_valid<kVec>(p.hidden - (i * blockDim.x + threadIdx.x) * kVec, [&](int j) {
+          const acc_t d = widen(x[i].v[j]) - mean;
+          squares += d * d;
+        });
+      }
     }
     const acc_t rstd = inverse_sqrt(row_sum(squares) / p.hidden + static_cast<acc_t>(p.n.eps));
     write_stats<kRms>(p, row, mean, rstd);
