@@ -22,8 +22,8 @@ struct NormFwd {
   const void* bias;  // [hidden] or null
   DType bias_dtype;
   double eps;
-  double weight_offset;
-  void* y;  // [rows, hidden]
+  double weight_offset;  // RMSNorm only: added to the weight
+  void* y;               // [rows, hidden]
   DType y_dtype;
   void* mean;  // [rows] or null; fp32, fp64 where x is
   void* rstd;  // [rows] or null
@@ -41,14 +41,14 @@ struct NormBwd {
   DType dy_dtype;
   const void* weight;  // [hidden] or null
   DType weight_dtype;
-  double weight_offset;
-  const void* mean;   // [rows], null for RMSNorm
-  const void* rstd;   // [rows]
-  void* dx;           // [rows, hidden] or null where not wanted
-  void* dweight;      // [hidden] or null
-  void* dbias;        // [hidden] or null
-  DType dbias_dtype;  // dweight has the dtype of weight
-  void* workspace;    // norm_bwd_workspace() bytes, or null where that is 0
+  double weight_offset;  // RMSNorm only: added to the weight
+  const void* mean;      // [rows], null for RMSNorm
+  const void* rstd;      // [rows]
+  void* dx;              // [rows, hidden] or null where not wanted
+  void* dweight;         // [hidden] or null
+  void* dbias;           // [hidden] or null
+  DType dbias_dtype;     // dweight has the dtype of weight
+  void* workspace;       // norm_bwd_workspace() bytes, or null where that is 0
 };
 
 namespace cpu {

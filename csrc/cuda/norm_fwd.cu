@@ -11,26 +11,6 @@ namespace fusedops::cuda {
 
 namespace {
 
-// Elements a thread holds, and the widest row for that: the first row that is wide enough is taken. Up to 1,024 columns
-// a warp does a row alone, without a barrier; above, 64 bytes a thread keep enough loads under way. 32 elements are
-// more than the registers hold in fp64, 16 more than needed in fp32 until a block has no more threads.
-struct Shape {
-  int elems;
-  int max_hidden;
-};
-constexpr Shape kShapes16Bit[] = {{8, 256}, {16, 512}, {32, 16384}};
-constexpr Shape kShapes32Bit[] = {{8, 256}, {16, 512}, {32, 1024}, {16, 8192}, {32, 16384}};
-constexpr Shape kShapes64Bit[] = {{8, 256}, {16, 8192}};
-template <class x_t>
-constexpr auto& shapes() {
-  if constexpr (sizeof(x_t) == 8) {
-    return kShapes64Bit;
-  } else if constexpr (sizeof(x_t) == 4) {
-    return kShapes32Bit;
-  } else {
-    return kShapes16Bit;
-  }
-}
 constexpr int kNarrowRows = 4;  // rows a block where a warp does a row
 constexpr int kWideThreads = 1024;
 
@@ -46,27 +26,36 @@ bool is_aligned(const NormFwd& n) {
          fits(n.y, sizeof(y_t)) && fits(n.weight, size_of(n.weight_dtype)) && fits(n.bias, size_of(n.bias_dtype));
 }
 
+// Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle.
+int vectors_a_thread(int vecs) {
+  const int whole_warps = (vecs + kWarp - 1) / kWarp;
+  if (whole_warps <= kFwdVecs) return whole_warps;
+  return vecs % (3 * kWarp) == 0 && vecs % (4 * kWarp) != 0 ? 3 : kFwdVecs;
+}
+
 template <class x_t, class y_t, bool kRms>
 cudaError_t launch_fwd(const NormFwd& n, cudaStream_t stream) {
-  constexpr int kMaxElems = sizeof(x_t) == 8 ? 16 : 32;
-  FwdParams p{n, static_cast<int>(n.hidden), is_aligned<x_t, y_t>(n), false};
-  const auto grid_for = [&](int rows_per_block) {
-    return dim3(std::min<int64_t>((n.rows + rows_per_block - 1) / rows_per_block, INT_MAX));
-  };
-  for (const Shape& shape : shapes<x_t>()) {
-    if (p.hidden > shape.max_hidden) continue;
-    const int threads = round_up((p.hidden + shape.elems - 1) / shape.elems, kWarp);
-    const int rows = threads == kWarp ? kNarrowRows : 1;
-    const auto kernel = shape.elems == 8    ? norm_fwd_kernel<x_t, y_t, kRms, 8>
-                        : shape.elems == 16 ? norm_fwd_kernel<x_t, y_t, kRms, 16>
-                                            : norm_fwd_kernel<x_t, y_t, kRms, kMaxElems>;
-    return launch(kernel, p, grid_for(rows), dim3(threads, rows), 0, stream);
+  const int hidden = static_cast<int>(n.hidden);
+  FwdParams p{n, hidden, 1.0f / hidden, is_aligned<x_t, y_t>(n), false};
+  const auto grid_for = [&](int rows) { return (n.rows + rows - 1) / rows; };
+  const int vecs = (hidden + vec_width<x_t, y_t> - 1) / vec_width<x_t, y_t>;
+  const int held = vectors_a_thread(vecs);
+  const int threads = round_up((vecs + held - 1) / held, kWarp);
+  const int rows = threads == kWarp ? kNarrowRows : 1;
+  const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);
+  if (p.aligned && one_dtype && threads <= kFwdThreads && grid_for(rows) <= INT_MAX) {
+    const auto kernel = held == 1   ? norm_fwd_kernel<x_t, y_t, kRms, 1>
+                        : held == 2 ? norm_fwd_kernel<x_t, y_t, kRms, 2>
+                        : held == 3 ? norm_fwd_kernel<x_t, y_t, kRms, 3>
+                                    : norm_fwd_kernel<x_t, y_t, kRms, 4>;
+    return launch(kernel, p, dim3(static_cast<unsigned>(grid_for(rows))), dim3(threads, rows), 0, stream);
   }
   const int reserve = 1 << 10;  // static shared memory and the driver's own
-  const int64_t row_bytes = round_up(p.hidden, vec_width<x_t, y_t>) * static_cast<int64_t>(sizeof(x_t));
+  const int64_t row_bytes = vecs * static_cast<int64_t>(vec_width<x_t, y_t> * sizeof(x_t));
   p.staged = row_bytes + reserve <= current_device().block_smem;
-  return launch(norm_fwd_wide_kernel<x_t, y_t, kRms>, p, grid_for(1), dim3(kWideThreads), p.staged ? row_bytes : 0,
-                stream);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, INT_MAX)));
+  return launch(norm_fwd_wide_kernel<x_t, y_t, kRms>, p, grid, dim3(std::min(kWideThreads, round_up(vecs, kWarp))),
+                p.staged ? row_bytes : 0, stream);
 }
 
 }  // namespace

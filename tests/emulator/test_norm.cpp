@@ -197,7 +197,7 @@ int main() {
     run({rms, 7, 40, bf16, bf16, bf16, f32, /*skew=*/1});
     run({rms, 7, 40, f32, f32, f32, f32, /*skew=*/1, /*pad=*/3});
     run({rms, 7, 40, f16, f32, f16, f16, /*skew=*/0, /*pad=*/8, /*affine=*/false});
-    run({rms, 3, 96, bf16, bf16, bf16, bf16, 0, 0, true, /*offset=*/1.0});
+    run({rms, 3, 96, bf16, bf16, bf16, bf16, 0, 0, true, /*offset=*/rms ? 1.0 : 0.0});
   }
   run({false, 3, 512, f32, f32, f32, f32, 0, 0, true, 0, /*shift=*/1e4});
   run({false, 37, 256, bf16, bf16, f32, f32});   // several tiles a group
