@@ -26,7 +26,7 @@ struct BwdParams {
 // Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
 template <class x_t, class dy_t, int kElems>
 constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
-                               : kElems == 8                    ? 1024
+                               : kElems == 8                    ? (sizeof(x_t) == sizeof(dy_t) ? 1024 : 768)
                                : sizeof(x_t) == sizeof(dy_t)    ? 384
                                                                 : 320;
 
