@@ -203,15 +203,24 @@ def test_fast_layer_norm_serves_its_widths_when_aligned(install):
     assert seen == [(2, 768)]
 
 
-def test_empty_input_and_weight_offset(install):
+def test_empty_input(install):
     x, weight = torch.zeros(0, 8), torch.ones(8)
     y, mean, rstd = apex.layer_norm_fwd(x, weight, weight, 1e-5, F32)
     dx, dweight, dbias = apex.layer_norm_bwd(y, x, weight, mean, rstd, (True, True, False), F32)
     assert dx.shape == x.shape
     assert dweight.tolist() == [0.0] * 8
     assert dbias is None
-    with pytest.raises(UnsupportedError, match="weight_offset"):
-        apex.rms_norm_fwd(torch.zeros(2, 8), weight, 1e-5, 1.0, F32)
+
+
+def test_weight_offset_is_added_to_the_weight(install):
+    install("fused_layer_norm_cuda", **fake_norms())
+    x, weight, dy = torch.randn(3, 8), torch.randn(8), torch.randn(3, 8)
+    y, rstd = apex.rms_norm_fwd(x, weight, 1e-5, 1.0, F32)
+    grads = apex.rms_norm_bwd(dy, x, weight, rstd, 1.0, (True, True))
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    truth = F.rms_norm(leaves[0], (8,), leaves[1] + 1.0, 1e-5)
+    truth.backward(dy)
+    torch.testing.assert_close((y, *grads), (truth, leaves[0].grad, leaves[1].grad))
 
 
 def fake_amp():
@@ -284,6 +293,21 @@ def test_adam_follows_the_reference_and_leaves_gradients_alone(install, dtype, m
             for x, y in zip(a, b, strict=True):
                 if x is not None:
                     torch.testing.assert_close(x, y, rtol=1e-2 if x.dtype is BF16 else 1e-5, atol=1e-6)
+
+
+def test_adam_follows_tensors_that_get_other_memory(install):
+    install("amp_C", **fake_amp())
+    params, m, v, _, masters, steps = make_state([(4, 6), (5,)], F32, False)
+    plan = apex_adam.adam_plan(params, m, v, [], masters, steps, [0, 0])
+    lists = ([0.1], [0.9], [0.99], [1e-8], [0.0], [True], [False], [False], None, None, None, None)
+    plan.step([torch.ones_like(p) for p in params], *lists)
+    before = [p.clone() for p in params]
+    for tensor in (*params, *m):
+        tensor.data = tensor.data.clone()
+    plan.step([torch.ones_like(p) for p in params], *lists)
+    for p, old in zip(params, before, strict=True):
+        torch.testing.assert_close(p, old - 0.1)
+    torch.testing.assert_close(m[0], torch.full((4, 6), 0.19))
 
 
 def test_adam_refuses_what_it_would_misread(install):

@@ -175,12 +175,8 @@ def layer_norm_bwd(
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Scale each row; arguments and results as ``triton.norm.rms_norm_fwd``, without a weight offset.
-
-    Raises:
-        UnsupportedError: a weight offset.
-    """
-    _refuse_offset(weight_offset)
+    """Scale each row; arguments and results as ``triton.norm.rms_norm_fwd``. Strided rows are copied."""
+    weight = _shifted(weight, weight_offset)
     x, hidden = x.contiguous(), [x.shape[1]]
     if x.numel() == 0:
         return _empty(x, out_dtype), _row(x)
@@ -199,7 +195,7 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``rms_norm_fwd``; arguments and results as ``triton.norm.rms_norm_bwd``."""
-    _refuse_offset(weight_offset)
+    weight = _shifted(weight, weight_offset)
     dy, x, hidden = dy.contiguous(), x.contiguous(), [x.shape[1]]
     dweight = None
     if x.numel() == 0:
@@ -224,9 +220,9 @@ def _fast_serves(x: Tensor, weight: Tensor, other: Tensor) -> bool:
     )
 
 
-def _refuse_offset(weight_offset: float) -> None:
-    if weight_offset:
-        raise UnsupportedError(f"rms_norm: apex: weight_offset: expected 0.0, got {weight_offset}; it has none")
+def _shifted(weight: Tensor | None, weight_offset: float) -> Tensor | None:
+    """Add the offset that Apex does not know to the weight, which is fp32 wherever it is served."""
+    return weight if weight is None or not weight_offset else weight + weight_offset
 
 
 def _masked(

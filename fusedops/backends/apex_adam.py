@@ -58,18 +58,25 @@ class ApexAdamPlan:
         if any(maximum is not None for maximum in max_exp_avg_sq):
             raise UnsupportedError("adam_plan: apex has no amsgrad")
         self._params = params
-        self._strides = [memory_layout(p) for p in params]
-        self._members = [
-            _Member(*(_flat(number, tensor, strides) for tensor in tensors))  # type: ignore[arg-type]
-            for number, (strides, *tensors) in enumerate(
-                zip(self._strides, params, exp_avg, exp_avg_sq, master, strict=True)
-            )
-        ]
-        for number, member in enumerate(self._members):
-            _check_dtypes(number, member)
+        self._given = list(zip(params, exp_avg, exp_avg_sq, master, strict=True))
+        self._bind()
         self._steps = step
         self._group = group
         self._count = torch.stack([s.reshape(()) for s in step]).tolist() if step else []
+
+    def _bind(self) -> None:
+        """View the tensors as Apex walks them, and note where they lie."""
+        self._addresses = self._find()
+        self._strides = [memory_layout(p) for p in self._params]
+        self._members = [
+            _Member(*(_flat(number, tensor, strides) for tensor in tensors))  # type: ignore[arg-type]
+            for number, (strides, tensors) in enumerate(zip(self._strides, self._given, strict=True))
+        ]
+        for number, member in enumerate(self._members):
+            _check_dtypes(number, member)
+
+    def _find(self) -> list[int]:
+        return [tensor.data_ptr() for tensors in self._given for tensor in tensors if tensor is not None]
 
     @torch.no_grad()
     def step(
@@ -96,6 +103,8 @@ class ApexAdamPlan:
         active = [i for i, grad in enumerate(grads) if grad is not None]
         if not active:
             return
+        if self._addresses != self._find():  # p.data = … gave a tensor other memory
+            self._bind()
         for i in active:
             _check_gradient(i, self._params[i], grads[i])
         device = self._params[0].device
