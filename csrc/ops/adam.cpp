@@ -447,8 +447,8 @@ void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<Grou
           {static_cast<cuda::Chunk*>(tables.chunks.mutable_data_ptr()),
            static_cast<const uint32_t*>(device_first.const_data_ptr()), static_cast<int64_t>(n), first[n]},
           stream));
-      tables.first = std::move(first);
       tables.scalars = device_bytes(n * sizeof(Scalars), device_);
+      tables.first = std::move(first);  // last: an allocation that failed is tried again in the next step
     }
     tables.records = uploaded(records_, device_, stream);
     tables.version = version_;

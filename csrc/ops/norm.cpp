@@ -7,10 +7,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include "../norm.h"
+#include "tensors.h"
 
 namespace fusedops {
 
@@ -23,18 +23,9 @@ namespace {
 // ---- checks ---------------------------------------------------------------------------------------------------
 
 DType dtype_code(const char* name, at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::f32;
-    case at::kHalf:
-      return DType::f16;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kDouble:
-      return DType::f64;
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": expected dtype float32, float16, bfloat16 or float64, got ", dtype);
-  }
+  TORCH_CHECK_NOT_IMPLEMENTED(is_float_dtype(dtype), name,
+                              ": expected dtype float32, float16, bfloat16 or float64, got ", dtype);
+  return dtype_of(dtype);
 }
 
 at::ScalarType stats_dtype(at::ScalarType input_dtype) {
@@ -125,15 +116,19 @@ void* data_or_null(const Tensor& t) {
   return t.defined() ? t.mutable_data_ptr() : nullptr;
 }
 
-// The current stream of the tensor's device, asked for without a CUDA header: the same source builds against any torch.
-[[maybe_unused]] cudaStream_t current_stream(c10::Device device) {
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  return static_cast<cudaStream_t>(impl.getStream(device).native_handle());
+#ifdef FUSEDOPS_WITH_CUDA
+// The CUDA kernels count the columns of a row in 32 bits.
+void check_hidden(int64_t hidden) {
+  constexpr int64_t kMaxHidden = int64_t{1} << 30;
+  TORCH_CHECK_NOT_IMPLEMENTED(hidden <= kMaxHidden, "normalized_shape: expected at most ", kMaxHidden,
+                              " elements on a CUDA device, got ", hidden);
 }
+#endif
 
 void launch(const NormFwd& args, c10::Device device) {
   if (device.is_cpu()) return cpu::norm_fwd(args);
 #ifdef FUSEDOPS_WITH_CUDA
+  check_hidden(args.hidden);
   const c10::DeviceGuard guard(device);
   const char* error = cuda::norm_fwd(args, current_stream(device));
   TORCH_CHECK(error == nullptr, "fusedops norm forward, ", args.rows, " x ", args.hidden, ": ", error);
@@ -143,6 +138,7 @@ void launch(const NormFwd& args, c10::Device device) {
 void launch(NormBwd args, c10::Device device) {
   if (device.is_cpu()) return cpu::norm_bwd(args);
 #ifdef FUSEDOPS_WITH_CUDA
+  check_hidden(args.hidden);
   const c10::DeviceGuard guard(device);
   Tensor workspace;
   if (const int64_t bytes = cuda::norm_bwd_workspace(args)) {

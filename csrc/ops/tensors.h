@@ -1,4 +1,4 @@
-// Tensors to what the optimizer kernels take: dtype codes, memory order, the current stream, and launch errors.
+// Tensors to what the kernels take: dtype codes, memory order, the current stream, and launch errors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,15 +14,17 @@ inline bool is_float_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
 }
 
-// Of a tensor that passed is_float_dtype.
-inline DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+// Of a dtype that passed is_float_dtype.
+inline DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kDouble: return DType::f64;
     case at::kFloat: return DType::f32;
     case at::kBFloat16: return DType::bf16;
     default: return DType::f16;
   }
 }
+
+inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
 // A one-element tensor that the kernels read or write on their device.
 inline void check_scalar(const char* name, const at::Tensor& tensor, c10::Device device, bool allow_double) {

@@ -19,8 +19,11 @@ from ..registry import OPS, OPTIMS
 NAME = "native"
 CHECKS_ARGUMENTS = True  # in C++, where it costs nothing
 _C: Any = load_native()
-# An op is native when the extension has it; the kernels take every float dtype and any size.
-LIMITS = {op: Limits(FLOATS) for op in (*(op for op in OPS if hasattr(_C, op)), *OPTIMS)}
+# An op is native when the extension has it. The kernels take every float dtype; columns are counted in 32 bits.
+LIMITS = {
+    **{op: Limits(FLOATS, max_hidden=2**30) for op in OPS if hasattr(_C, op)},
+    **{op: Limits(FLOATS) for op in OPTIMS},
+}
 
 
 def unavailable(device_type: str) -> str | None:
