@@ -10,7 +10,7 @@ and why. Importing changes nothing in torch.
 
 from . import amp, backends, nn, optim
 from .cli.report import report
-from .dispatch import explain, use_backend
+from .dispatch import check_forced, explain, use_backend
 from .errors import FallbackWarning, UnsupportedError
 from .ops import layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
@@ -35,3 +35,5 @@ __all__ = [
     "use_backend",
 ]
 __version__ = "0.1.0"
+
+check_forced()  # only now are all ops known

@@ -23,7 +23,7 @@ class set_norm_output:
     """Choose what norms return under autocast, from here on or within a ``with`` block.
 
     Args:
-        mode: ``"autocast"`` (default): the autocast dtype; ``"fp32"``: fp32, as PyTorch's own norms do.
+        mode: ``"autocast"`` (default): the autocast dtype; ``"fp32"``: fp32, as PyTorch's own LayerNorm does.
 
     Raises:
         ValueError: another mode.
@@ -50,7 +50,8 @@ def norm_output_dtype(input: torch.Tensor, out_dtype: torch.dtype | None) -> tor
     """Return the dtype a norm of ``input`` returns here and now.
 
     ``out_dtype`` if given; else, under autocast of the input's device, the autocast dtype (fp32 under
-    ``set_norm_output("fp32")`` and when fusedops is disabled); else the input's dtype. fp64 stays fp64.
+    ``set_norm_output("fp32")`` and when fusedops is disabled, as PyTorch's LayerNorm); else the input's dtype. fp64
+    stays fp64.
     """
     if not isinstance(input, torch.Tensor):
         raise ValueError(f"input: expected a tensor, got {type(input).__name__}")

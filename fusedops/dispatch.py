@@ -177,6 +177,14 @@ def known_ops() -> tuple[str, ...]:
     return (*registry.OPS, *registry.OPTIMS)
 
 
+def check_forced() -> None:
+    """Raise ValueError if the environment forces a backend for an op that there is not."""
+    if unknown := set(_forced) - {"*", *known_ops()}:
+        raise ValueError(
+            f"FUSEDOPS_BACKEND: expected ops among {', '.join(known_ops())}, got {', '.join(sorted(unknown))}"
+        )
+
+
 def forced_backend(op: str, backend: str | None = None) -> str | None:
     """Return the explicit choice for an op: the argument, else ``use_backend``'s or the environment's, else None."""
     if backend is not None:

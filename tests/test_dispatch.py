@@ -257,17 +257,25 @@ def test_bad_environment_is_named(name: str, value: str) -> None:
         config.parse({name: value})
 
 
+def test_environment_names_ops_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.check_forced()
+    monkeypatch.setitem(dispatch._forced, "layernorm", "reference")
+    with pytest.raises(ValueError, match=r"FUSEDOPS_BACKEND: expected .*layer_norm.*, got layernorm"):
+        dispatch.check_forced()
+
+
 def test_disabled_is_plain_torch(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None]) -> None:
-    from fusedops.ops import _common
+    from fusedops.ops import _common, norm
 
     fake(native=fake_backend(limits=ALL))
     off = config.parse({"FUSEDOPS_DISABLE": "1"})
-    for module in (dispatch, _common, fusedops.amp):
+    for module in (dispatch, _common, norm, fusedops.amp):
         monkeypatch.setattr(module, "CONFIG", off)
     x = torch.randn(2, 8, dtype=BF16)
     assert torch.equal(fusedops.layer_norm(x, 8), torch.nn.functional.layer_norm(x, (8,)))
     with torch.autocast("cpu", BF16):
         assert fusedops.layer_norm(x, 8).dtype is F32
+        assert fusedops.rms_norm(x, 8).dtype is torch.nn.functional.rms_norm(x, (8,)).dtype
     assert "FUSEDOPS_DISABLE" in str(fusedops.explain("layer_norm", x, 8))
 
 
@@ -419,3 +427,31 @@ def test_compiled_code_notices_use_backend() -> None:
             with fusedops.use_backend("native"):
                 torch.testing.assert_close(compiled(x), first)
             assert counter.frame_count == once + 1
+
+
+X = torch.ones(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([1, 2], 2), "input: expected a tensor, got list"),
+        ((X, 8.0), "normalized_shape: expected an integer or a sequence of them, got 8.0"),
+        ((X, (8.0,)), "normalized_shape: expected integers"),
+        ((X, None), "normalized_shape: expected an integer or a sequence of them, got None"),
+        ((X, 7), "normalized_shape: expected the last dimensions of input"),
+        ((X, 8, [1.0] * 8), "weight: expected a tensor or None, got list"),
+        ((X, 8, torch.ones(7)), r"weight: expected shape \(8,\), got \(7,\)"),
+        ((X, 8, None, 1.0), "bias: expected a tensor or None, got float"),
+        ((X, 8, None, None, None), "eps: expected a number >= 0, got None"),
+        ((X, 8, None, None, -1.0), "eps: expected a number >= 0, got -1.0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: tuple[object, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        fusedops.layer_norm(*arguments)
+
+
+@pytest.mark.parametrize("shape", [8, [8], (8,), torch.Size([8]), torch.tensor(8), range(8, 9)])
+def test_any_integers_are_a_shape(shape: object) -> None:
+    assert torch.equal(fusedops.layer_norm(X, shape), fusedops.layer_norm(X, 8))

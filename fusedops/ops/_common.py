@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,22 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a normalized_shape as a tuple."""
-    return (shape,) if isinstance(shape, int) else tuple(shape)
+    """Return a normalized_shape as a tuple.
+
+    Raises:
+        ValueError: it is neither an integer nor a sequence.
+    """
+    if isinstance(shape, int):
+        return (shape,)
+    return tuple(shape) if isinstance(shape, tuple | list) else _unusual_sizes(shape)
+
+
+def _unusual_sizes(shape: Any) -> tuple[int, ...]:
+    """Take NumPy's integers and any iterable of integers for a shape."""
+    try:
+        return (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
+    except TypeError:
+        raise ValueError(f"normalized_shape: expected an integer or a sequence of them, got {shape!r}") from None
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor) -> None:

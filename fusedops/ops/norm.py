@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import amp, registry
+from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
 from ._common import FLOATS, check_out_dtype, choose, differentiate, sizes
@@ -61,7 +62,7 @@ def layer_norm(
     """
     shape = sizes(normalized_shape)
     dtype = amp.norm_output_dtype(input, out_dtype)
-    if not eps >= 0.0:
+    if eps is None or not eps >= 0.0:
         raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps}")
     choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
     if not choice.checks_arguments:
@@ -105,6 +106,8 @@ def rms_norm(
     """
     shape = sizes(normalized_shape)
     dtype = amp.norm_output_dtype(input, out_dtype)
+    if CONFIG.disabled and out_dtype is None:
+        dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
     if eps is None:
         eps = _default_eps(input.dtype)
@@ -175,6 +178,8 @@ def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None
 
 
 def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"{op}: {name}: expected a tensor or None, got {type(parameter).__name__}")
     if parameter.shape != shape:
         raise ValueError(f"{op}: {name}: expected shape {shape}, got {tuple(parameter.shape)}")
     if parameter.device != input.device:
@@ -212,6 +217,8 @@ def _describe(
         ("output", amp.norm_output_dtype(input, out_dtype)),
     )
     hidden = math.prod(shape)
+    if not isinstance(hidden, int):  # 8.0 == 8, so the shapes may well agree
+        raise ValueError(f"{op}: normalized_shape: expected integers, got {shape}")
     rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
     return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows)
 
