@@ -31,6 +31,7 @@ BOTH = pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
         ({"lr": math.inf}, "lr"),
         ({"lr": torch.ones(2)}, "lr"),
         ({"lr": torch.tensor(-1.0)}, "lr"),
+        ({"lr": "0.1"}, "lr"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\]"),
         ({"betas": (0.9, math.nan)}, r"betas\[1\]"),
@@ -42,6 +43,7 @@ BOTH = pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
         ({"state_dtype": torch.int8}, "state_dtype"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": math.nan}, "max_grad_norm"),
+        ({"max_grad_norm": "1"}, "max_grad_norm"),
         ({"backend": "cuda"}, "backend"),
         ({"seed": 0.5}, "seed"),
     ],
@@ -401,3 +403,15 @@ def test_max_grad_norm_is_torchs_clip_then_step(backend, device, need_backend):
         new_grads(params)
         for p, q in zip(params, copies, strict=True):
             q.grad = p.grad.clone()
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_learning_rate_of_any_dtype(dtype, backend, device, need_backend):
+    need_backend(backend)
+    p, q = ones(64, device=device), ones(64, device=device)
+    lr = torch.tensor(0.125, dtype=dtype, device=device)
+    build(optim.AdamW, [p], backend, lr=lr).step()
+    build(optim.AdamW, [q], backend, lr=0.125).step()
+    assert torch.equal(p, q)
+    assert float(p.detach()[0]) < 0.9

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import is_
 from types import ModuleType
 from typing import Any, ClassVar
@@ -93,7 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], defaults: dict[str, Any], *, max_grad_norm: float | None, backend: str | None
     ) -> None:
         owner = type(self).__name__
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {max_grad_norm!r}")
         checks.check_group(owner, {**defaults, "params": ()})
         self.max_grad_norm = max_grad_norm
@@ -357,7 +358,9 @@ def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return a learning rate that a plan on ``device`` can read: a number, or a tensor there or on the CPU."""
+    """Return a learning rate that a plan on ``device`` can read: a number, or an fp32 or fp64 tensor there or here."""
     if not isinstance(lr, Tensor):
         return float(lr)
+    if lr.dtype not in (torch.float32, torch.float64):
+        lr = lr.to(torch.float32)
     return lr if lr.device.type == "cpu" else on_device(lr, device)

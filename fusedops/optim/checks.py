@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
     _check_parameters(owner, group["params"])
 
 
-def _check_number(owner: str, name: str, value: float, below: float = math.inf) -> None:
-    if isinstance(value, Tensor) or not 0.0 <= value < below:  # NaN fails every comparison
+def _check_number(owner: str, name: str, value: Any, below: float = math.inf) -> None:
+    if not isinstance(value, Real) or not 0.0 <= float(value) < below:  # NaN fails every comparison
         bound = "a finite number ≥ 0" if below == math.inf else f"a number in [0, {below:g})"
         raise ValueError(f"{owner}: {name}: expected {bound}, got {value!r}")
 
