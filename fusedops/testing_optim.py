@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .optim.base import FusedOptimizer
 from .registry import OPTIMS
+from .testing import ulp
 
 _RUN_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _MOVED = 4.0  # ulp by which a parameter without master has to move, else a step that does nothing would pass
@@ -39,13 +40,6 @@ class Judgement:
     worst_ulp: float
     worst_bound: float
     problem: str | None
-
-
-def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the spacing of ``dtype`` at the size of each value, in float64; subnormals share the smallest spacing."""
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(values.double().abs()).exponent.double() - 1
-    return torch.exp2(exponent).clamp(min=info.smallest_normal) * info.eps
 
 
 def judge_step(

@@ -418,11 +418,13 @@ def _gradient_launches(where: str, grads: Sequence[Tensor]) -> list[_GradientLau
     if capturing(device):
         return _make_gradient_launches(grads, device)
     key = (device, current_stream(device), tuple((g.dtype, g.numel(), address(g)) for g in grads))
-    if key not in _recent:
-        if len(_recent) == _RECENT:
-            del _recent[next(iter(_recent))]
-        _recent[key] = _make_gradient_launches(grads, device)
-    return _recent[key]
+    launches = _recent.get(key)
+    if launches is None:
+        launches = _make_gradient_launches(grads, device)
+        if len(_recent) >= _RECENT:
+            _recent.clear()
+        _recent[key] = launches
+    return launches
 
 
 def _make_gradient_launches(grads: Sequence[Tensor], device: torch.device) -> list[_GradientLaunch]:
