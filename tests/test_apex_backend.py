@@ -6,19 +6,18 @@ The fakes keep the extensions' signatures and habits (contiguous inputs only, gr
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedops.backends import apex, apex_adam
-from fusedops.backends.reference_adam import ReferenceAdamPlan
-from fusedops.backends.reference_adam import grad_norm as reference_norm
+from fusedops.backends import apex
 from fusedops.dispatch import Call
-from fusedops.errors import UnsupportedError
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -27,8 +26,12 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 def install(monkeypatch):
     """Put fake modules where imports find them, forget what was found before, and let the CPU pass for the GPU."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    for name in (*apex.EXTENSIONS, "apex"):
+    names = (*apex.EXTENSIONS, "apex")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
+    real = [p for p in sys.path if any(f.name.split(".")[0] in names for f in Path(p or ".").glob("*"))]
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in real])
+    importlib.invalidate_caches()
     apex.extension.cache_clear()
 
     def put(name, **functions):
@@ -62,15 +65,15 @@ def test_nothing_installed_and_other_devices(install):
 
 
 def test_one_part_is_enough_and_the_others_are_named(install):
-    install("amp_C")
+    install("fast_layer_norm")
     assert apex.unavailable("cuda") is None
-    assert apex.parts()["amp_C"] is None
+    assert apex.parts()["fast_layer_norm"] is None
     assert "not installed" in apex.parts()["fused_layer_norm_cuda"]
     assert apex.LIMITS["layer_norm"].refuse(layer_norm_call(F32)) == ["fused_layer_norm_cuda is not installed"]
 
 
 def test_extension_of_another_torch_is_a_reason_not_a_traceback(install, tmp_path, monkeypatch):
-    (tmp_path / "amp_C.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    (tmp_path / "fast_layer_norm.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     assert "must be rebuilt: undefined symbol" in apex.unavailable("cuda")
 
@@ -98,19 +101,10 @@ def test_norm_limits(install, call, reason):
     assert (reasons == []) if reason is None else (reason in "; ".join(reasons))
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"mixes": ((F32, F32, False), (BF16, F32, True))}, None),
-        ({"mixes": ((BF16, BF16, False),)}, "moments are fp32"),
-        ({"amsgrad": True}, "amsgrad"),
-        ({"largest": 2**31}, "32-bit"),
-    ],
-)
-def test_adam_limits(install, options, reason):
-    install("amp_C")
-    reasons = apex.LIMITS["adamw"].refuse(Call("adamw", "cuda", 0, (("param", F32),), options=tuple(options.items())))
-    assert (reasons == []) if reason is None else (reason in "; ".join(reasons))
+def test_adam_is_refused(install):
+    reasons = apex.LIMITS["adamw"].refuse(Call("adamw", "cuda", 0, (("param", F32),)))
+    assert len(reasons) == 1
+    assert "1 - beta2" in reasons[0]
 
 
 def fake_norms():
@@ -221,122 +215,3 @@ def test_weight_offset_is_added_to_the_weight(install):
     truth = F.rms_norm(leaves[0], (8,), leaves[1] + 1.0, 1e-5)
     truth.backward(dy)
     torch.testing.assert_close((y, *grads), (truth, leaves[0].grad, leaves[1].grad))
-
-
-def fake_amp():
-    """``amp_C`` in plain torch: it scales the gradients it is given in place."""
-
-    def adam(chunk, noop, lists, lr, beta1, beta2, eps, step, decoupled, correct, decay, inv_scale):
-        assert step.dtype is torch.int32
-        assert len({len(tensors) for tensors in lists}) == 1
-        if noop.item():
-            return
-        for g, p, m, v, *master in zip(*lists, strict=True):
-            assert g.dtype == p.dtype
-            assert m.dtype == v.dtype == F32
-            value = (master[0] if master else p).float()
-            grad = g.float() * inv_scale
-            g.copy_(grad)
-            if not decoupled:
-                grad = grad + decay * value
-            m.mul_(beta1).add_(grad, alpha=1 - beta1)
-            v.mul_(beta2).add_(grad * grad, alpha=1 - beta2)
-            denominator = (v / (1 - beta2 ** step.item())).sqrt() + eps
-            update = m / (1 - beta1 ** step.item()) / denominator + (decay * value if decoupled else 0)
-            value = value - lr * update
-            p.copy_(value)
-            if master:
-                master[0].copy_(value)
-
-    def norm(chunk, noop, lists, per_tensor):
-        return torch.stack([g.float().norm() for g in lists[0]]).norm().reshape(1), None
-
-    return {
-        "multi_tensor_adam_capturable": adam,
-        "multi_tensor_adam_capturable_master": adam,
-        "multi_tensor_l2norm": norm,
-    }
-
-
-def make_state(shapes, dtype, master):
-    params = [torch.randn(shape).to(dtype) for shape in shapes]
-    params[0] = params[0].t().contiguous().t()  # dense, not row-major
-    moments = [[torch.zeros_like(p, dtype=F32) for p in params] for _ in range(2)]
-    masters = [p.float() if master else None for p in params]
-    return params, *moments, [], masters, [torch.zeros(()) for _ in params]
-
-
-@pytest.mark.parametrize(("dtype", "master"), [(F32, False), (BF16, True)])
-def test_adam_follows_the_reference_and_leaves_gradients_alone(install, dtype, master):
-    install("amp_C", **fake_amp())
-    torch.manual_seed(0)
-    shapes, group = [(4, 6), (0,), (5,), (7,)], [0, 0, 1, 1]
-    mine = make_state(shapes, dtype, master)
-    theirs = tuple([None if t is None else t.clone() for t in tensors] for tensors in mine)
-    plan, reference = apex_adam.adam_plan(*mine, group), ReferenceAdamPlan(*theirs, group)
-    for number in range(5):
-        grads = [torch.randn(shape).to(dtype) for shape in shapes]
-        grads[3] = None if number == 1 else grads[3]  # its step falls behind its group's
-        before = [None if g is None else g.clone() for g in grads]
-        scaled = number != 3
-        found = torch.tensor([float(number == 2)])
-        arguments = (
-            grads, [torch.tensor(1e-2), 2e-2], [0.9, 0.8], [0.99, 0.95], [1e-8, 1e-6], [0.1, 0.01], [True, False],
-            [False, False], [False, True], torch.tensor([8.0]) if scaled else None, found,
-            torch.tensor([3.0]) if scaled else None, 1.0,
-        )  # fmt: skip
-        plan.step(*arguments)
-        reference.step(*arguments)
-        for g, kept in zip(grads, before, strict=True):
-            assert g is None or torch.equal(g, kept)
-        for a, b in zip(mine, theirs, strict=True):
-            for x, y in zip(a, b, strict=True):
-                if x is not None:
-                    torch.testing.assert_close(x, y, rtol=1e-2 if x.dtype is BF16 else 1e-5, atol=1e-6)
-
-
-def test_adam_follows_tensors_that_get_other_memory(install):
-    install("amp_C", **fake_amp())
-    params, m, v, _, masters, steps = make_state([(4, 6), (5,)], F32, False)
-    plan = apex_adam.adam_plan(params, m, v, [], masters, steps, [0, 0])
-    lists = ([0.1], [0.9], [0.99], [1e-8], [0.0], [True], [False], [False], None, None, None, None)
-    plan.step([torch.ones_like(p) for p in params], *lists)
-    before = [p.clone() for p in params]
-    for tensor in (*params, *m):
-        tensor.data = tensor.data.clone()
-    plan.step([torch.ones_like(p) for p in params], *lists)
-    for p, old in zip(params, before, strict=True):
-        torch.testing.assert_close(p, old - 0.1)
-    torch.testing.assert_close(m[0], torch.full((4, 6), 0.19))
-
-
-def test_adam_refuses_what_it_would_misread(install):
-    install("amp_C", **fake_amp())
-    params, m, v, _, _, steps = make_state([(4, 6)], BF16, False)
-    plan = apex_adam.adam_plan(params, m, v, [], [None], steps, [0])
-    lists = ([1e-3], [0.9], [0.99], [1e-8], [0.0], [True], [False], [False], None, None, None, None)
-    with pytest.raises(UnsupportedError, match="gradient of parameter 0: expected"):
-        plan.step([torch.zeros(4, 6)], *lists)
-    with pytest.raises(UnsupportedError, match="fp32 moments"):
-        apex_adam.adam_plan(params, params, v, [], [None], steps, [0])
-    with pytest.raises(UnsupportedError, match="amsgrad"):
-        apex_adam.adam_plan(params, m, v, m, [None], steps, [0])
-    gaps = [torch.zeros(4, 6)[:, :3]]
-    with pytest.raises(UnsupportedError, match="without gaps"):
-        apex_adam.adam_plan(gaps, gaps, gaps, [], [None], steps, [0])
-
-
-def test_grad_norm_tells_inf_from_overflow(install):
-    install("amp_C", **fake_amp())
-    grads = [torch.randn(5), torch.randn(3).half()]
-    torch.testing.assert_close(
-        apex_adam.grad_norm(grads, torch.tensor([2.0]), None), reference_norm(grads, torch.tensor([2.0]), None)
-    )
-    found = torch.zeros(1)
-    apex_adam.grad_norm([torch.full((3,), 1e30)], None, found)
-    assert found.item() == 0.0
-    apex_adam.grad_norm([torch.tensor([1.0, float("inf")])], None, found)
-    assert found.item() == 1.0
-    half = [torch.ones(3), torch.ones(2).half()]
-    apex_adam.grad_scale_(half, torch.tensor([0.5]))
-    assert [g.tolist() for g in half] == [[0.5] * 3, [0.5] * 2]

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedops
 from fusedops import FallbackWarning, UnsupportedError, backends, config, dispatch, dispatch_table
+from fusedops.backends import apex
 from fusedops.dispatch import Call, Limits
 from fusedops.dispatch_table import Row
 from fusedops.registry import OPS
@@ -145,8 +146,11 @@ def test_choosing_plain_torch_does_not_warn(fake: Callable[..., None]) -> None:
 def test_hollow_package_named_apex_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another project owns that bare name."""
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setattr(apex, "_installed", lambda name: False)
+    apex.extension.cache_clear()
     assert fusedops.backends("cpu")["apex"] is not None
     assert fusedops.backends("cuda")["apex"] is not None
+    apex.extension.cache_clear()
 
 
 # ---------------------------------------------------------------- use_backend

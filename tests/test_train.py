@@ -409,7 +409,8 @@ class TestCommand:
     def test_ctrl_c_leaves_a_run_that_resumes_bitwise(self, tmp_path, text):
         argv = ["train", "--steps", "40", *self.SMALL[2:], "--data", str(text)]
         out, whole = tmp_path / "out", tmp_path / "whole"
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([*sys.path, str(Path(__file__).parent.parent)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         python = [sys.executable, "-m", "fusedops.cli"]
         process = subprocess.Popen(
             [*python, *argv, "--out", str(out)],

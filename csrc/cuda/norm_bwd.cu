@@ -71,9 +71,11 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     plan.smem = layout.bytes(groups, stages);
     return true;
   };
-  if (fits(Int<0>())) return plan;
-  if constexpr (sizeof(acc_t) == 4) {
-    if (fits(Int<1>()) || fits(Int<2>())) return plan;
+  if (is_aligned<x_t, dy_t>(n)) {
+    if (fits(Int<0>())) return plan;
+    if constexpr (sizeof(acc_t) == 4) {
+      if (fits(Int<1>()) || fits(Int<2>())) return plan;
+    }
   }
 
   const int columns = kWarp * vec_width<x_t, dy_t>;
@@ -91,7 +93,8 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   using acc_t = acc_of<x_t>;
   const Device device = current_device();
   const Plan plan = make_plan<x_t, dy_t>(n, device);
-  const BwdParams p{n, static_cast<int>(n.hidden), is_aligned<x_t, dy_t>(n), plan.stages, plan.partial_rows};
+  const int hidden = static_cast<int>(n.hidden);
+  const BwdParams p{n, hidden, 1.0f / hidden, is_aligned<x_t, dy_t>(n), plan.stages, plan.partial_rows};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
   if (plan.elems) {
@@ -103,8 +106,11 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
     status = launch(kernel, p, plan.grid, plan.block, plan.smem, stream);
   } else {
     if (n.dx) {
-      const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, device.sms * 2)));
-      status = launch(norm_bwd_wide_kernel<x_t, dy_t, kRms>, p, grid, dim3(kBwdWideThreads), 0, stream);
+      const int vecs = (p.hidden + vec_width<x_t, dy_t> - 1) / vec_width<x_t, dy_t>;
+      const int threads = std::min(kBwdWideThreads, round_up(vecs, kWarp));
+      const int resident = device.sms * (2 * kBwdWideThreads / threads);
+      const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, resident)));
+      status = launch(norm_bwd_wide_kernel<x_t, dy_t, kRms>, p, grid, dim3(threads), 0, stream);
     }
     if (status == cudaSuccess && sums) {
       status = launch(norm_bwd_columns_kernel<x_t, dy_t, kRms>, p, plan.grid, plan.block, 0, stream);

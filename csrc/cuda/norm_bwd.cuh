@@ -6,7 +6,8 @@
 // while a tile is worked on, and each thread reads back only what it copied itself, so no barrier guards them. All sums
 // of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block,
 // which then writes one partial row; a second kernel adds the partial rows up in a fixed order.
-// Bytes per element: x + dy + dx.
+// Bytes per element: x + dy + dx. Rows that are too wide for that, or not aligned, are read twice by kernels of their
+// own.
 #pragma once
 
 #include "../norm.h"
@@ -18,7 +19,8 @@ namespace fusedops::cuda {
 struct BwdParams {
   NormBwd n;
   int hidden;
-  bool aligned;      // every access of a whole vector is an aligned one
+  float inverse_hidden;
+  bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
   int stages;        // tiles in shared memory a group, 1 to 4
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
 };
@@ -56,22 +58,6 @@ __device__ inline void wait_for_copies(int pending) {
   }
 }
 
-// Starts the copy of one vector of a row into this thread's slot; scalar where it is not whole and aligned.
-template <class T, int kN>
-__device__ inline void fetch(Vec<T, kN>* slot, const T* row, int col, int left, bool aligned) {
-  if (aligned) {
-    if (left > 0) start_copy<sizeof(T) * kN>(slot, row + col);
-    return;
-  }
-  Vec<T, kN> v;
-  memset(&v, 0, sizeof v);
-#pragma unroll
-  for (int j = 0; j < kN; ++j) {
-    if (j < left) v.v[j] = row[col + j];
-  }
-  store(slot, v);
-}
-
 template <int kN, class acc_t>
 __device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
   constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
@@ -84,6 +70,7 @@ __device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
 }
 
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y groups, each with its own rows and barrier.
+// Every access is of a whole, aligned vector.
 template <class x_t, class dy_t, bool kRms, int kElems, int kRows>
 __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
@@ -96,21 +83,22 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   __shared__ acc_t exchange[2][kMaxWarps][kSums];
 
   const BwdSmem<x_t, dy_t, kElems, kRows> layout(blockDim.x);
-  const int thread = threadIdx.x, group = threadIdx.y;
-  const int warps = blockDim.x / kWarp;
+  const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int slots = blockDim.x * kVecs;  // vectors of a row
+  // A warp's columns lie together: a thread's vectors are a constant apart.
+  const int slot = threadIdx.x / kWarp * kVecs * kWarp + threadIdx.x % kWarp;
   acc_t* weight = reinterpret_cast<acc_t*>(smem);
   unsigned char* ring = smem + layout.weight_bytes() + group * p.stages * layout.stage_bytes();
   const auto x_slot = [&](int stage, int q, int i) {
-    return reinterpret_cast<XVec*>(ring + stage * layout.stage_bytes()) + q * slots + i * blockDim.x + thread;
+    return reinterpret_cast<XVec*>(ring + stage * layout.stage_bytes()) + q * slots + slot + i * kWarp;
   };
   const auto dy_slot = [&](int stage, int q, int i) {
     unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * sizeof(x_t);
-    return reinterpret_cast<DyVec*>(base) + q * slots + i * blockDim.x + thread;
+    return reinterpret_cast<DyVec*>(base) + q * slots + slot + i * kWarp;
   };
-  const auto column = [&](int i) { return (i * static_cast<int>(blockDim.x) + thread) * kVec; };
+  const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
 
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRows;
+  const int step = gridDim.x * blockDim.y * kRows;
   // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
   const int64_t first = (static_cast<int64_t>(group) * gridDim.x + blockIdx.x) * kRows;
   const auto rows_left = [&](int64_t row) {
@@ -125,9 +113,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
         const dy_t* dy_row = static_cast<const dy_t*>(p.n.dy) + (row + q) * p.n.dy_stride;  // [hidden]
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-          const int col = column(i), left = p.hidden - col;
-          fetch<x_t, kVec>(x_slot(stage, q, i), x_row, col, left, p.aligned);
-          fetch<dy_t, kVec>(dy_slot(stage, q, i), dy_row, col, left, p.aligned);
+          if (column(i) >= p.hidden) continue;
+          start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + column(i));
+          start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + column(i));
         }
       }
     }
@@ -154,8 +142,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
       }
     }
   }
-  for (int ahead = 0; ahead + 1 < p.stages; ++ahead) fetch_tile(first + ahead * step, ahead);
-  for (int col = group * blockDim.x + thread; col < layout.cols; col += blockDim.x * blockDim.y) {
+  for (int ahead = 0; ahead + 1 < p.stages; ++ahead) fetch_tile(first + static_cast<int64_t>(ahead) * step, ahead);
+  for (int col = group * blockDim.x + threadIdx.x; col < layout.cols; col += blockDim.x * blockDim.y) {
     acc_t w = 0;
     if (col < p.hidden) {
       w = p.n.weight ? load_element(p.n.weight, p.n.weight_dtype, col, acc_t(0)) + static_cast<acc_t>(p.n.weight_offset)
@@ -166,14 +154,14 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   acc_t mean[kRows], rstd[kRows];
   load_stats(first, mean, rstd);
   acc_t dweight[kVecs][kVec] = {}, dbias[kVecs][kVec] = {};
-  const acc_t inverse_hidden = acc_t(1) / p.hidden;
+  const acc_t inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
   __syncthreads();
 
   int stage = 0, turn = 0;
   for (int64_t row = first; row < p.n.rows; row += step) {
     const int tile_rows = rows_left(row);
     const int refill = stage == 0 ? p.stages - 1 : stage - 1;
-    fetch_tile(row + (p.stages - 1) * step, refill);
+    fetch_tile(row + static_cast<int64_t>(p.stages - 1) * step, refill);
     acc_t next_mean[kRows], next_rstd[kRows];
     load_stats(row + step, next_mean, next_rstd);
     wait_for_copies(p.stages - 1);
@@ -221,7 +209,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
               const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
               dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - xhat * mean_gx);
             }
-            store_row<x_t, kVec>(dx_row, column(i), p.hidden - column(i), p.aligned, dx);
+            XVec out;
+            narrow(dx, out);
+            if (column(i) < p.hidden) store(dx_row + column(i), out);
           }
         }
       }
@@ -246,7 +236,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
       for (int j = 0; j < kVec; ++j) sums[group * layout.cols + column(i) + j] = mine[i][j];
     }
     __syncthreads();
-    for (int col = group * blockDim.x + thread; col < p.hidden; col += blockDim.x * blockDim.y) {
+    for (int col = group * blockDim.x + threadIdx.x; col < p.hidden; col += blockDim.x * blockDim.y) {
       acc_t sum = 0;
       for (int g = 0; g < blockDim.y; ++g) sum += sums[g * layout.cols + col];
       partial[static_cast<int64_t>(blockIdx.x) * p.hidden + col] = sum;
@@ -285,7 +275,7 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   }
 }
 
-// dx of rows that are wider than the registers of a block: one block a row, which it reads twice.
+// dx of rows that are wider than the registers of a block, or not aligned: one block a row, which it reads twice.
 constexpr int kBwdWideThreads = 512;
 template <class x_t, class dy_t, bool kRms>
 __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const BwdParams p) {

@@ -97,7 +97,9 @@ def _run_shape(spec: OpSpec, dtypes: str, shape: tuple[int, ...], options: Optio
     contenders: dict[str, Callable[[], peers.Function]] = {
         name: partial(_ours, spec, name) for name in options.backends
     }
-    contenders |= {name: partial(peers.OPS[name], spec.name, dtypes == "amp") for name in options.peers}
+    contenders |= {
+        name: partial(peers.load, name, spec.name, dtypes == "amp", options.device) for name in options.peers
+    }
     truth = _truth(bench)
     head = {
         "family": spec.family,

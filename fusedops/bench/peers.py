@@ -158,6 +158,18 @@ OPS: dict[str, Callable[[str, bool], Function]] = {
 }
 
 
+def load(name: str, op: str, autocast: bool, device: str | torch.device) -> Function:
+    """Return a package's function for an op.
+
+    Raises:
+        NotServed: the package has no such op, or no kernels for the device.
+        ImportError: the package is not installed.
+    """
+    if name not in ("torch", "compile") and torch.device(device).type != "cuda":
+        raise NotServed("its kernels are for CUDA devices")
+    return OPS[name](op, autocast)
+
+
 # ---------------------------------------------------------------- optimizers
 
 

@@ -129,12 +129,15 @@ def layer_norm_reference(
     eps: float = 1e-5, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
-    wide = _wide(input.dtype)
-    if weight is None and bias is not None:  # PyTorch has no second derivative of that pair
-        y = F.layer_norm(input.to(wide), list(normalized_shape), None, None, eps) + bias.to(wide)
+    wide, hidden = _wide(input.dtype), math.prod(normalized_shape)
+    # Over one dimension: with several and many rows, PyTorch 2.11's dweight has the wrong shape on CUDA.
+    x = input.to(wide).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
+    w, b = (None if t is None else t.to(wide).reshape(hidden) for t in (weight, bias))
+    if w is None and b is not None:  # PyTorch has no second derivative of that pair
+        y = F.layer_norm(x, (hidden,), None, None, eps) + b
     else:
-        y = F.layer_norm(input.to(wide), list(normalized_shape), _to(weight, wide), _to(bias, wide), eps)
-    return y.to(out_dtype or input.dtype)
+        y = F.layer_norm(x, (hidden,), w, b, eps)
+    return y.reshape(input.shape).to(out_dtype or input.dtype)
 
 
 def rms_norm_reference(
@@ -150,10 +153,6 @@ def rms_norm_reference(
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
 
 
 def _default_eps(dtype: torch.dtype) -> float:
