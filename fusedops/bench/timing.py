@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ..energy import energy_counter
+
 Call = Callable[[], Any]
 _WARMUP = 3
 _BURST = 20  # repetitions queued at once: well under the 1024 launches a stream holds, also at ten a call
@@ -204,23 +206,17 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
 def energy(prepared: Prepared) -> float | None:
     """Return the millijoules of one call, run back to back without flush for at least 2 s; None without a meter."""
-    if prepared.device.type != "cuda":
+    counter = energy_counter(prepared.device)
+    if counter is None:
         return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(prepared.device).uuid}"
-        meter = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        before, begin, calls = pynvml.nvmlDeviceGetTotalEnergyConsumption(meter), time.perf_counter(), 0
-        while time.perf_counter() - begin < _ENERGY_SECONDS:
-            for _ in range(_BURST):
-                prepared.run()
-            calls += _BURST
-            torch.cuda.synchronize(prepared.device)
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(meter) - before) / calls
-    except pynvml.NVMLError:
-        return None
+    torch.cuda.synchronize(prepared.device)
+    before, begin, calls = counter(), time.perf_counter(), 0
+    while time.perf_counter() - begin < _ENERGY_SECONDS:
+        for _ in range(_BURST):
+            prepared.run()
+        calls += _BURST
+        torch.cuda.synchronize(prepared.device)
+    return (counter() - before) / calls
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..energy import energy_counter
+
 
 class Clock:
     """Moments on the device's own time line: CUDA events on a GPU, the host's clock on a CPU."""
@@ -47,7 +49,7 @@ class EnergyMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counter = _energy_counter(device)
+        self._counter = energy_counter(device)
         self._begin: tuple[float, float] | None = None
         self._joules = self._seconds = 0.0
         self._steps = 0
@@ -76,25 +78,6 @@ class EnergyMeter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return (self._counter() / 1e3 if self._counter else 0.0), time.perf_counter()
-
-
-def _energy_counter(device: torch.device) -> Any:
-    """A function returning millijoules since boot, or None where NVML cannot tell."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    # By UUID: CUDA_VISIBLE_DEVICES renumbers the devices that torch sees, not those of NVML.
-    uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError:
-        return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
 
 
 def peak_memory(device: torch.device) -> int | None:
