@@ -7,12 +7,9 @@ enum class DType : unsigned char { f32, f16, bf16, f64 };
 
 inline int size_of(DType dtype) {
   switch (dtype) {
-    case DType::f64:
-      return 8;
-    case DType::f32:
-      return 4;
-    default:
-      return 2;
+    case DType::f64: return 8;
+    case DType::f32: return 4;
+    default: return 2;
   }
 }
 

@@ -27,12 +27,9 @@ Isa active_isa() {
 
 const char* isa() {
   switch (active_isa()) {
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx2:
-      return "avx2";
-    default:
-      return "default";
+    case Isa::avx512: return "avx512";
+    case Isa::avx2: return "avx2";
+    default: return "default";
   }
 }
 

@@ -104,12 +104,8 @@ FUSEDOPS_ISA_INLINE void store(T* p, const f32x16& x) {
   const u16x16 bits = narrow(x, T());
   memcpy(p, &bits, sizeof bits);
 }
-FUSEDOPS_ISA_INLINE void store(float* p, const f32x16& x) {
-  memcpy(p, &x, sizeof x);
-}
-FUSEDOPS_ISA_INLINE void store(double* p, const f64x8& x) {
-  memcpy(p, &x, sizeof x);
-}
+FUSEDOPS_ISA_INLINE void store(float* p, const f32x16& x) { memcpy(p, &x, sizeof x); }
+FUSEDOPS_ISA_INLINE void store(double* p, const f64x8& x) { memcpy(p, &x, sizeof x); }
 
 // The first n lanes only; zero beyond them.
 template <class T>
@@ -141,14 +137,10 @@ FUSEDOPS_ISA_INLINE double sum_lanes(const f64x8& v) {
 template <class F>
 auto with_dtype(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::f16:
-      return f(Half());
-    case DType::bf16:
-      return f(BFloat16());
-    case DType::f64:
-      return f(double());
-    default:
-      return f(float());
+    case DType::f16: return f(Half());
+    case DType::bf16: return f(BFloat16());
+    case DType::f64: return f(double());
+    default: return f(float());
   }
 }
 

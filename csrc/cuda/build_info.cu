@@ -8,12 +8,8 @@
 
 namespace fusedops::cuda {
 
-int toolkit_version() {
-  return CUDA_VERSION;
-}
+int toolkit_version() { return CUDA_VERSION; }
 
-const char* arch_list() {
-  return FUSEDOPS_STRING(__CUDA_ARCH_LIST__);
-}
+const char* arch_list() { return FUSEDOPS_STRING(__CUDA_ARCH_LIST__); }
 
 }  // namespace fusedops::cuda

@@ -32,12 +32,9 @@ auto with_bool(bool value, F&& f) {
 template <class F>
 auto with_float(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::f16:
-      return f(Type<__half>());
-    case DType::bf16:
-      return f(Type<__nv_bfloat16>());
-    default:
-      return f(Type<float>());
+    case DType::f16: return f(Type<__half>());
+    case DType::bf16: return f(Type<__nv_bfloat16>());
+    default: return f(Type<float>());
   }
 }
 

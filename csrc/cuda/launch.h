@@ -60,8 +60,6 @@ cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3
   return status;
 }
 
-inline const char* describe(cudaError_t status) {
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
-}
+inline const char* describe(cudaError_t status) { return status == cudaSuccess ? nullptr : cudaGetErrorString(status); }
 
 }  // namespace fusedops::cuda

@@ -52,31 +52,15 @@ constexpr int vec_width = 16 / static_cast<int>(sizeof(A) > sizeof(B) ? sizeof(A
 
 // ---- element conversions: through intrinsics, which hold under __CUDA_NO_*_CONVERSIONS__ ------------------------
 
-__device__ inline float widen(float x) {
-  return x;
-}
-__device__ inline double widen(double x) {
-  return x;
-}
-__device__ inline float widen(__half x) {
-  return __half2float(x);
-}
-__device__ inline float widen(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-__device__ inline void narrow(float x, float& y) {
-  y = x;
-}
-__device__ inline void narrow(double x, double& y) {
-  y = x;
-}
-__device__ inline void narrow(float x, __half& y) {
-  y = __float2half_rn(x);
-}
-__device__ inline void narrow(float x, __nv_bfloat16& y) {
-  y = __float2bfloat16_rn(x);
-}
+__device__ inline void narrow(float x, float& y) { y = x; }
+__device__ inline void narrow(double x, double& y) { y = x; }
+__device__ inline void narrow(float x, __half& y) { y = __float2half_rn(x); }
+__device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
 template <class T, int kN>
 __device__ inline void narrow(const acc_of<T> (&x)[kN], Vec<T, kN>& y) {
@@ -164,9 +148,7 @@ __device__ inline float load_element(const void* p, DType dtype, int64_t at, flo
   return widen(static_cast<const __half*>(p)[at]);
 }
 
-__device__ inline void store_element(void* p, DType dtype, int64_t at, double x) {
-  static_cast<double*>(p)[at] = x;
-}
+__device__ inline void store_element(void* p, DType dtype, int64_t at, double x) { static_cast<double*>(p)[at] = x; }
 __device__ inline void store_element(void* p, DType dtype, int64_t at, float x) {
   if (dtype == DType::f32) static_cast<float*>(p)[at] = x;
   if (dtype == DType::bf16) narrow(x, static_cast<__nv_bfloat16*>(p)[at]);

@@ -28,9 +28,7 @@ DType dtype_code(const char* name, at::ScalarType dtype) {
   return dtype_of(dtype);
 }
 
-at::ScalarType stats_dtype(at::ScalarType input_dtype) {
-  return input_dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
+at::ScalarType stats_dtype(at::ScalarType input_dtype) { return input_dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 void check_shape(const Tensor& input, at::SymIntArrayRef normalized_shape) {
   const auto sizes = input.sym_sizes();
@@ -112,9 +110,7 @@ struct Param {
   const void* data() const { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
 };
 
-void* data_or_null(const Tensor& t) {
-  return t.defined() ? t.mutable_data_ptr() : nullptr;
-}
+void* data_or_null(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
 
 #ifdef FUSEDOPS_WITH_CUDA
 // The CUDA kernels count the columns of a row in 32 bits.
@@ -382,14 +378,8 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& dy, const Tensor& input, a
 
 }  // namespace fusedops
 
-TORCH_LIBRARY_IMPL(fusedops, CPU, m) {
-  fusedops::register_norms(m);
-}
-TORCH_LIBRARY_IMPL(fusedops, Meta, m) {
-  fusedops::register_norms(m);
-}
+TORCH_LIBRARY_IMPL(fusedops, CPU, m) { fusedops::register_norms(m); }
+TORCH_LIBRARY_IMPL(fusedops, Meta, m) { fusedops::register_norms(m); }
 #ifdef FUSEDOPS_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusedops, CUDA, m) {
-  fusedops::register_norms(m);
-}
+TORCH_LIBRARY_IMPL(fusedops, CUDA, m) { fusedops::register_norms(m); }
 #endif

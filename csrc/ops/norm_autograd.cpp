@@ -21,13 +21,9 @@ using OptDtype = std::optional<at::ScalarType>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-bool given(const OptTensor& t) {
-  return t && t->defined();
-}
+bool given(const OptTensor& t) { return t && t->defined(); }
 
-bool wants_grad(const OptTensor& t) {
-  return given(t) && t->requires_grad();
-}
+bool wants_grad(const OptTensor& t) { return given(t) && t->requires_grad(); }
 
 // dx, dweight, dbias as differentiable functions of dy, x and weight: the statistics are computed anew, because
 // the saved ones are constants to autograd and would drop their part of the second derivative.
