@@ -215,6 +215,10 @@ def test_state_that_others_replace_is_noticed(backend, device, need_backend):
     for x in (p, q):
         x.data = torch.full_like(x, 3.0)  # the parameter's memory moves
     both()
+    for optimizer, x in ((ours, p), (torchs, q)):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            optimizer.state[x][key].data = optimizer.state[x][key] + 1  # so does the state's
+    both()
     for optimizer in (ours, torchs):
         optimizer.param_groups[0]["amsgrad"] = True
         optimizer.state.clear()
