@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"<!-- (create|insert) (\S+?)(?: after: (.*?))? -->\n```\w+\n(.*?)```", re.DOTALL)
 SKIP = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "runs", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".hypothesis", ".?*"
+    ".git", ".venv", "build", "dist", "runs", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".?*"
 )
 
 

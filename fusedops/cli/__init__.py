@@ -17,7 +17,7 @@ COMMANDS = {
     "bench": "time ops and optimizers beside torch and other packages",
     "train": "train a GPT on real text, plain PyTorch against fusedops",
 }
-EXTRAS = ("rich", "matplotlib", "pynvml", "platformdirs", "safetensors", "numpy")
+EXTRAS = ("rich", "matplotlib", "pynvml", "safetensors", "numpy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

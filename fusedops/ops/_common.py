@@ -30,7 +30,7 @@ def sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
     """
     if isinstance(shape, int):
         return (shape,)
-    return tuple(shape) if isinstance(shape, tuple | list) else _unusual_sizes(shape)
+    return tuple(shape) if isinstance(shape, (tuple, list)) else _unusual_sizes(shape)
 
 
 def _unusual_sizes(shape: Any) -> tuple[int, ...]:
