@@ -410,6 +410,22 @@ def test_max_grad_norm_is_torchs_clip_then_step(backend, device, need_backend):
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_a_parameter_that_is_transposed_in_place(backend, device, need_backend):
+    need_backend(backend)
+    torch.manual_seed(0)
+    p = make_params(device, torch.float32, (4, 4))[0]
+    q = twins([p])[0]
+    ours, torchs = build(optim.AdamW, [p], backend, lr=0.1), torch.optim.AdamW([q], lr=0.1)
+    for _ in range(3):
+        ours.step()
+        torchs.step()
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        p.data, q.data = p.data.t(), q.data.t()  # the same memory, other strides
+        q.grad = torch.randn(4, 4, device=device)
+        p.grad = q.grad.clone()
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_learning_rate_of_any_dtype(dtype, backend, device, need_backend):
     need_backend(backend)

@@ -150,6 +150,7 @@ void AdamPlan::check_entry(size_t i) {
   check_scalar("step", entry.step, device_, false);
   entry.step_pointer = pointer_of(entry.step);
 
+  entry.param_strides.assign(param.strides().begin(), param.strides().end());
   if (param.is_non_overlapping_and_dense()) {
     entry.strides.assign(param.strides().begin(), param.strides().end());
   } else {
@@ -204,13 +205,15 @@ void AdamPlan::check_overlaps() const {
   }
 }
 
-// Checks what was given other storage since the last step, and everything after a check that failed.
+// Checks what was given other storage or strides since the last step, and everything after a check that failed.
 void AdamPlan::refresh_pointers() {
   const bool all = !std::exchange(checked_, false);
   bool moved = all;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
-    bool same = entry.step_pointer == pointer_of(entry.step) && records_[i].numel == entry.tensors[kParam].numel();
+    const at::Tensor& param = entry.tensors[kParam];
+    bool same = entry.step_pointer == pointer_of(entry.step) && records_[i].numel == param.numel() &&
+                param.strides() == at::IntArrayRef(entry.param_strides);
     for (int role = 0; role < kRoles; ++role) same &= entry.pointers[role] == pointer_of(entry.tensors[role]);
     if (same && !all) continue;
     check_entry(i);

@@ -45,7 +45,8 @@ class AdamPlan {
     bool staged[kRoles];     // not laid out as the record wants: a copy is updated and copied back
     at::Tensor step;
     void* step_pointer;
-    c10::SmallVector<int64_t, 5> strides;  // the layout that all roles and the gradient are walked in
+    c10::SmallVector<int64_t, 5> strides;        // the layout that all roles and the gradient are walked in
+    c10::SmallVector<int64_t, 5> param_strides;  // the parameter's own, when it was checked
     bool any_staged;
   };
 

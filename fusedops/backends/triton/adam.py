@@ -102,7 +102,7 @@ class AdamPlan:
 
     def _bind(self) -> None:
         """Note where the tensors lie; those that don't lie like their parameter get buffers, copied in each step."""
-        self._addresses = self._find()
+        self._places = self._find()
         self._strides = [memory_layout(member.param) for member in self._given]
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._members = [
@@ -110,8 +110,9 @@ class AdamPlan:
             for member, strides in zip(self._given, self._strides, strict=True)
         ]
 
-    def _find(self) -> list[int]:
-        return [tensor.data_ptr() for member in self._given for tensor in member if tensor is not None]
+    def _find(self) -> list[Any]:
+        addresses = [tensor.data_ptr() for member in self._given for tensor in member if tensor is not None]
+        return [addresses, [member.param.stride() for member in self._given]]
 
     def _in_place(self, tensor: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
         if tensor is None or lies_like(tensor, strides):
@@ -161,7 +162,7 @@ class AdamPlan:
             return
         for number, (member, grad) in enumerate(zip(self._given, grads, strict=True)):
             _check_gradient(number, member.param, grad)
-        if self._addresses != self._find():  # p.data = … gave a tensor other memory
+        if self._places != self._find():  # p.data = … gave a tensor other memory or strides
             self._cache.clear()
             self._bind()
         self._cache.enter_stream()
