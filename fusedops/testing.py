@@ -321,7 +321,7 @@ def compare(
     got, want = got.detach().cpu().double(), want.detach().cpu()
     spacing = ulp(want, dtype)
     unit = 2.0**-53 if wide else 2.0**-24
-    condition = condition.expand(want.shape)
+    condition = condition.detach().cpu().expand(want.shape)
     unspecified = condition.isinf() & want.isfinite()
     condition = condition.nan_to_num(math.inf, math.inf)
     bound = factor * ((1.0 + extra_ulps) * spacing + 4 * unit * math.sqrt(math.log2(max(terms, 2))) * condition)

@@ -31,13 +31,14 @@ inline Device current_device() {
   return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff)};
 }
 
-// Launches kernel(params). More than 48 KiB of shared memory is opted in to. `overlap` lets the launch start while the
-// previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must call
-// wait_for_previous_kernel() before it touches that kernel's results.
+// Launches kernel(params). More than 48 KiB of shared memory, static and dynamic, is opted in to. `overlap` lets the
+// launch start while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a
+// kernel must call wait_for_previous_kernel() before it touches that kernel's results.
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
                    cudaStream_t stream, bool overlap = false) {
-  if (smem > (48u << 10)) {
+  constexpr size_t kStatic = 4 << 10;  // more than any kernel has of its own beside the dynamic part
+  if (smem + kStatic > (48u << 10)) {
     const cudaError_t refused = cudaFuncSetAttribute(
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
     if (refused != cudaSuccess) {
