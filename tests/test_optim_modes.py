@@ -11,6 +11,8 @@ from optim_helpers import build, ones, twins
 import fusedops
 from fusedops import optim
 
+F32, BF16 = torch.float32, torch.bfloat16
+
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_parameters_on_two_devices():
@@ -78,6 +80,60 @@ def test_a_captured_step_reads_lr_at_replay(backend):
     torchs.step()
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert float(ours.state[p]["step"]) == 6
+
+
+def _steps(backend, grads, each):
+    """Step three parameters of two dtypes through all gradients, `each(i, step)` around every one; return them."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, device="cuda").to(d)) for n, d in ((4097, F32), (33, F32), (700, BF16))]
+    optimizer = optim.AdamW(params, lr=1e-3, max_grad_norm=1.0, backend=backend)
+
+    def step(i):
+        for p, g in zip(params, grads[i], strict=True):
+            p.grad = g.to(p.dtype, copy=True)  # at a new address every time
+        if i % 7 == 3:
+            params[1].grad = None
+        optimizer.step()
+
+    for i in range(len(grads)):
+        each(i, step)
+    torch.cuda.synchronize()
+    return params
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_a_thousand_steps_ahead_of_the_gpu(backend):
+    """Tables of pointers must hold until the kernel has read them: the same bits as when every step is waited for."""
+    grads = [[torch.randn(n, device="cuda") for n in (4097, 33, 700)] for _ in range(1000)]
+
+    def ahead(i, step):
+        if i % 250 == 0:
+            torch.cuda._sleep(100_000_000)
+        step(i)
+
+    def waiting(i, step):
+        step(i)
+        torch.cuda.synchronize()
+
+    for a, b in zip(_steps(backend, grads, ahead), _steps(backend, grads, waiting), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_steps_on_two_streams_in_turn(backend):
+    grads = [[torch.randn(n, device="cuda") for n in (4097, 33, 700)] for _ in range(60)]
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def in_turn(i, step):
+        side.wait_stream(main)
+        with torch.cuda.stream(side if i % 2 else main):
+            step(i)
+        main.wait_stream(side)
+
+    for a, b in zip(_steps(backend, grads, in_turn), _steps(backend, grads, lambda i, step: step(i)), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_compiled_training_step():
