@@ -63,8 +63,8 @@ def main() -> int:
     commands = [
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         [*run, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_parity.py", "-k", "null", "--require", "native"],
-        [*run, "fusedops", "parity", "--op", "null"],
-        [*run, "fusedops", "bench", "null", "--quick", "--out", str(tree.parent / "bench")],
+        [*run, "fusedops.cli", "parity", "--op", "null"],
+        [*run, "fusedops.cli", "bench", "null", "--quick", "--out", str(tree.parent / "bench")],
     ]
     try:
         for command in commands:

@@ -90,4 +90,5 @@ def reset_peak_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.init()  # else there is no device to reset
         torch.cuda.reset_peak_memory_stats(device)
