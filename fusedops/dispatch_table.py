@@ -67,8 +67,8 @@ SHIPPED: tuple[Row, ...] = (
         ("layer_norm", "rms_norm"),
         "cuda",
         ("triton", "native", "apex", "reference"),
-        "H200, 2048 x 12288: forward + backward 194 and 143 us, native 215 and 198 (benchmarks/results/nvidia-h200.jsonl, "
-        "2026-11-30)",
+        "2048 x 12288 forward + backward 194 and 143 us, native 215 and 198 "
+        "(benchmarks/results/nvidia-h200.jsonl, 2026-11-30)",
         capability=(90, 90),
         dtypes=("float32",),
         hidden=(8193, 12288),
