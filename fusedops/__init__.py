@@ -37,3 +37,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 check_forced()  # only now are all ops known
+backends.get("native")  # defines torch.ops.fusedops, which exported graphs name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,20 @@ def test_a_captured_step_reads_lr_at_replay(backend):
     torchs.step()
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert float(ours.state[p]["step"]) == 6
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_number_kept_by_a_graph_is_warned_about_once(monkeypatch, lr):
+    optimizer = optim.AdamW([ones(4)], lr=lr)
+    optimizer.step()
+    optimizer._buckets[0].device = torch.device("cuda")  # what capturing looks like to the one check
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for expected in (not isinstance(lr, torch.Tensor), False):
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            optimizer._warn_captured_rates(optimizer._buckets, [lr])
+        assert any("this CUDA graph keeps" in str(w.message) for w in given) is expected
 
 
 def _steps(backend, grads, each):

@@ -15,10 +15,13 @@ from .._build import load_native, native_problem
 from ..dispatch import Call, Limits
 from ..ops._common import FLOATS
 from ..registry import OPS, OPTIMS
+from . import schemas
 
 NAME = "native"
 CHECKS_ARGUMENTS = True  # in C++, where it costs nothing
 _C: Any = load_native()
+# Without the extension its ops exist all the same, over plain PyTorch, for graphs that were exported with it.
+_LIBRARY = schemas.define() if _C is None else None
 # An op is native when the extension has it. The kernels take every float dtype; columns are counted in 32 bits.
 LIMITS = {
     **{op: Limits(FLOATS, max_hidden=2**30) for op in OPS if hasattr(_C, op)},

@@ -7,6 +7,7 @@ decays) is passed to ``plan.step`` each time. Nothing here waits for a device.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -231,6 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
         self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
         self.grad_norm = None
+        self._warned_captured_rate = False
         self._last_found_inf: Tensor | None = None
 
     @torch.compiler.disable
@@ -249,12 +251,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None and self.grad_norm is not None:
             norm, limit = self.grad_norm, self.max_grad_norm
         rates, *options = self.arguments()
+        self._warn_captured_rates(buckets, rates)
         for bucket in buckets:
             device, grads = bucket.device, bucket.grads
             bucket.grads = []
             here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
             bucket.plan.step(grads, [_rate(lr, device) for lr in rates], *options, *here, limit)
         self._last_found_inf = found_inf
+
+    def _warn_captured_rates(self, buckets: list[Bucket], rates: list[Any]) -> None:
+        """Warn once where a CUDA graph is about to keep a learning rate that is a number: replays run no Python."""
+        if self._warned_captured_rate or not torch.cuda.is_initialized() or all(isinstance(lr, Tensor) for lr in rates):
+            return
+        if any(b.device.type == "cuda" for b in buckets) and torch.cuda.is_current_stream_capturing():
+            self._warned_captured_rate = True
+            warnings.warn(
+                f"{type(self).__name__}: lr is a number, which this CUDA graph keeps: replays ignore a change. "
+                "Pass a tensor on the device, as lr=torch.tensor(1e-3, device='cuda').",
+                UserWarning,
+                stacklevel=6,
+            )
 
     def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
         """Return the norm of all unscaled gradients, set ``found_inf`` where one is not finite; one read of each."""
