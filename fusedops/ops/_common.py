@@ -75,8 +75,8 @@ def choose(
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
         return _plain(op)
-    key = (op, backend, out_dtype, input.dtype, input.get_device(), input.is_cpu, shape, input.numel().bit_length(),
-           *[None if t is None else t.dtype for t in others])  # fmt: skip
+    key = (op, backend, out_dtype, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
+           input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
     if choice is None:
         choice = dispatch.select(registry.OPS[op].describe(input, shape, *others, out_dtype=out_dtype), backend)
