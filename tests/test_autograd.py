@@ -250,3 +250,45 @@ def test_defaults_are_torchs(backend: str) -> None:
     x = torch.randn(2, 8) * 1e-3
     torch.testing.assert_close(fusedops.layer_norm(x, 8), F.layer_norm(x, (8,)))
     torch.testing.assert_close(fusedops.rms_norm(x, 8), F.rms_norm(x, (8,)))
+
+
+@SPECS
+@pytest.mark.parametrize("kind", ["negative", "zeros"])
+def test_tensors_that_are_not_in_memory(spec: OpSpec, kind: str, backend: str) -> None:
+    """A negative view has the other sign in memory, an efficient zero tensor has no memory at all."""
+
+    def lazy(*shape: int) -> Tensor:
+        return torch._neg_view(torch.randn(shape)) if kind == "negative" else torch._efficientzerotensor(shape)
+
+    dy = lazy(5, 16)
+    given = [lazy(5, 16), *(lazy(16) for _ in spec.grads[1:])]
+    results = []
+    for written in (False, True):
+        tensors = [(t + 0.0 if written else t).detach().requires_grad_() for t in given]
+        kwargs = dict(zip(spec.grads, tensors, strict=True))
+        y = spec.function(**kwargs, normalized_shape=16, eps=1e-3, backend=backend)
+        results.append([y, *torch.autograd.grad(y, tensors, dy + 0.0 if written else dy)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found + 0.0, expected)
+
+
+def test_freed_storage_is_refused() -> None:
+    if fusedops.backends.get("native").unavailable("cpu"):
+        pytest.skip("the native kernels are not built")
+    x, w, flat = torch.ones(2, 8), torch.ones(8, requires_grad=True), torch.ones(4, 8)
+    y = fusedops.layer_norm(x, 8, w, backend="native")
+    w.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="weight: expected a tensor with storage, got"):
+        y.sum().backward()
+    part = flat[2:]
+    flat.untyped_storage().resize_(0)
+    for op in (fusedops.layer_norm, fusedops.rms_norm):
+        with pytest.raises(ValueError, match="input: expected a tensor with storage, got"):
+            op(part, 8, backend="native")
+
+
+@pytest.mark.parametrize("eps", ["1", [1.0], 1j, torch.ones(2), float("nan"), -1.0])
+def test_an_eps_that_is_no_number_is_named(eps: object) -> None:
+    for op in (fusedops.layer_norm, fusedops.rms_norm):
+        with pytest.raises(ValueError, match=r"eps: expected a number >= 0, got"):
+            op(torch.ones(2, 8), 8, eps=eps)

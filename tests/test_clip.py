@@ -115,3 +115,18 @@ def test_no_host_sync():
         clip_grad_norm_(params, 0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_gradients_that_are_not_in_memory(backend, device, need_backend):
+    need_backend(backend)
+    params = make_params(device, torch.float32, (4, 8), (4, 8))
+    expected = twins(params)
+    grads = torch._neg_view(torch.randn(4, 8, device=device)), torch._efficientzerotensor((4, 8), device=device)
+    for p, q, grad in zip(params, expected, grads, strict=True):
+        p.grad, q.grad = grad, grad + 0.0
+    with fusedops.use_backend(backend):
+        norm = clip_grad_norm_(params, 0.5)
+    torch.testing.assert_close(norm, torchs_clip(expected, 0.5))
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.grad + 0.0, q.grad)

@@ -13,7 +13,7 @@ import torch
 from optim_helpers import DEVICES, PLACES, build, make_params, new_grads, ones, truncates, twins
 
 import fusedops
-from fusedops import UnsupportedError, optim
+from fusedops import UnsupportedError, backends, optim
 from fusedops.optim.checks import lost_updates
 
 BOTH = pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
@@ -36,6 +36,7 @@ BOTH = pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
         ({"betas": (0.9, -0.1)}, r"betas\[1\]"),
         ({"betas": (0.9, math.nan)}, r"betas\[1\]"),
         ({"betas": (0.9,)}, "betas"),
+        ({"betas": 0.9}, "betas"),
         ({"eps": -1e-8}, "eps"),
         ({"eps": math.nan}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
@@ -435,3 +436,39 @@ def test_a_learning_rate_of_any_dtype(dtype, backend, device, need_backend):
     build(optim.AdamW, [q], backend, lr=0.125).step()
     assert torch.equal(p, q)
     assert float(p.detach()[0]) < 0.9
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_gradients_that_are_not_in_memory(max_grad_norm, backend, device, need_backend):
+    need_backend(backend)
+    negative = torch.randn(4, 8, dtype=torch.complex64, device=device).conj().imag
+    zeros = torch._efficientzerotensor((4, 8), device=device)
+    assert negative.is_neg()
+    params = make_params(device, torch.float32, (4, 8), (4, 8))
+    expected = twins(params)
+    for p, q, grad in zip(params, expected, (torch._neg_view(negative.clone()), zeros), strict=True):
+        p.grad, q.grad = grad, grad + 0.0
+    optimizer = build(optim.AdamW, params, backend, lr=0.1, max_grad_norm=max_grad_norm)
+    reference = torch.optim.AdamW(expected, lr=0.1)
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(expected, max_grad_norm)
+    optimizer.step()
+    reference.step()
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("freed", ["params", "grads"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_freed_storage_is_refused(max_grad_norm, freed):
+    if backends.get("native").unavailable("cpu"):
+        pytest.skip("the native kernels are not built")
+    flat, flat_grad = torch.ones(8), torch.ones(8)
+    p = torch.nn.Parameter(flat[4:])  # a view with an offset: its pointer is not null when the storage is freed
+    p.grad = flat_grad[4:]
+    optimizer = optim.AdamW([p], lr=0.1, max_grad_norm=max_grad_norm, backend="native")
+    optimizer.step()
+    (flat if freed == "params" else flat_grad).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=freed + ".*: expected a tensor with storage, got"):
+        optimizer.step()

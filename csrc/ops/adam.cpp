@@ -136,7 +136,7 @@ void AdamPlan::check_entry(size_t i) {
         tensor.scalar_type());
     TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name, "[", i,
                       "]: expected every element to have its own memory, got an expanded tensor");
-    TORCH_CHECK_VALUE(entry.pointers[role] != nullptr || tensor.numel() == 0, name, "[", i,
+    TORCH_CHECK_VALUE(tensor.unsafeGetTensorImpl()->storage_initialized(), name, "[", i,
                       "]: expected a tensor with storage, got none");
   }
   const at::Tensor& master = entry.tensors[kMaster];
@@ -236,7 +236,10 @@ void* AdamPlan::gradient_pointer(size_t i, const at::Tensor& grad, std::vector<a
   TORCH_CHECK_VALUE(is_float_dtype(grad.scalar_type()), "grads[", i,
                     "]: expected float32, float16, bfloat16 or float64, got ", grad.scalar_type());
   if (grad.numel() == 0) return kEmptyGradient;
-  if (same_layout(param.sizes(), grad.strides(), entry.strides) && !grad.is_neg()) return pointer_of(grad);
+  const bool zeros = grad._is_zerotensor();  // has no memory, and may come from autograd
+  TORCH_CHECK_VALUE(zeros || grad.unsafeGetTensorImpl()->storage_initialized(), "grads[", i,
+                    "]: expected a tensor with storage, got none");
+  if (same_layout(param.sizes(), grad.strides(), entry.strides) && !grad.is_neg() && !zeros) return pointer_of(grad);
   at::Tensor copy = at::empty_strided(param.sizes(), entry.strides, grad.options());
   copy.copy_(grad);
   copies.push_back(std::move(copy));

@@ -37,6 +37,7 @@ c10::Device check_gradients(const std::vector<at::Tensor>& grads) {
     TORCH_CHECK_VALUE(grad.layout() == at::kStrided && is_float_dtype(grad.scalar_type()),
                       "grads: expected dense float32, float16, bfloat16 or float64 tensors, got ", grad.scalar_type(),
                       " with layout ", grad.layout());
+    if (!grad._is_zerotensor()) check_memory("grads", grad);
   }
   return device;
 }
@@ -148,8 +149,9 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<a
   ordered.reserve(grads.size());
   bool any_double = false;
   for (const at::Tensor& grad : grads) {
-    ordered.push_back(in_memory_order(grad) ? grad : grad.resolve_neg().contiguous());
     any_double |= grad.scalar_type() == at::kDouble;
+    if (grad._is_zerotensor()) continue;  // has no memory, and adds nothing
+    ordered.push_back(in_memory_order(grad) ? grad : grad.resolve_neg().contiguous());
   }
   const SpanList list(ordered);
   const at::Tensor norm =
@@ -200,6 +202,7 @@ void grad_scale_(const std::vector<at::Tensor>& grads, const at::Tensor& coef) {
   std::vector<at::Tensor> ordered;
   ordered.reserve(grads.size());
   for (const at::Tensor& grad : grads) {
+    if (grad._is_zerotensor()) continue;
     if (in_memory_order(grad)) {
       ordered.push_back(grad);
       if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();

@@ -65,7 +65,8 @@ struct Rows {
   Tensor tensor;  // keeps the copy alive
   int64_t stride;
 
-  Rows(const Tensor& source, size_t row_dims) : tensor(source), stride(collapse(source, row_dims)) {
+  Rows(const char* name, const Tensor& source, size_t row_dims) : tensor(source), stride(collapse(source, row_dims)) {
+    check_memory(name, source);
     if (stride >= 0) return;
     tensor = source.contiguous();
     stride = collapse(tensor, row_dims);
@@ -104,6 +105,7 @@ struct Param {
 
   Param(const char* name, const OptTensor& param) {
     if (!param || !param->defined()) return;
+    check_memory(name, *param);
     tensor = param->contiguous();
     dtype = dtype_code(name, tensor.scalar_type());
   }
@@ -180,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Norm norm, const Tensor& input, at::S
     return {y, mean, rstd};
   }
 
-  const Rows x(input, normalized_shape.size());
+  const Rows x("input", input, normalized_shape.size());
   const Param w("weight", weight), b("bias", bias);
   NormFwd args{};
   args.rms = norm == Norm::rms;
@@ -247,7 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Norm norm, const Tensor& dy, const T
     return {dx, dweight, dbias};
   }
 
-  const Rows x(input, normalized_shape.size()), g(dy, normalized_shape.size());
+  const Rows x("input", input, normalized_shape.size()), g("dy", dy, normalized_shape.size());
   const Param w("weight", weight);
   const Tensor mean_data = mean ? mean->contiguous() : Tensor();
   const Tensor rstd_data = rstd.contiguous();

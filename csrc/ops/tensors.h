@@ -26,6 +26,12 @@ inline DType dtype_of(at::ScalarType dtype) {
 
 inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
+// A pointer alone does not tell: a view into freed storage still has its offset.
+inline void check_memory(const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.unsafeGetTensorImpl()->storage_initialized(), name, ": expected a tensor with storage, got ",
+                    tensor.sizes(), " whose storage was freed");
+}
+
 // A one-element tensor that the kernels read or write on their device.
 inline void check_scalar(const char* name, const at::Tensor& tensor, c10::Device device, bool allow_double) {
   TORCH_CHECK_VALUE(tensor.numel() == 1 && tensor.device() == device &&

@@ -17,7 +17,12 @@ def memory_layout(tensor: Tensor) -> tuple[int, ...]:
 
 
 def lies_like(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether a tensor's elements follow each other in memory as `strides` say."""
+    """Tell whether a tensor's elements follow each other in memory as `strides` say.
+
+    Not those of a negative view, whose memory has the other sign, nor of a tensor without memory that stands for zeros.
+    """
+    if tensor.is_neg() or tensor._is_zerotensor():
+        return False
     if tensor.stride() == strides:
         return True
     return tensor.numel() == 0 or all(

@@ -152,7 +152,8 @@ def grad_norm(grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Ten
 def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     """Multiply every gradient of one device by ``coef`` (1 element), in place."""
     for g in grads:
-        g.mul_(coef.reshape(()))
+        if not g._is_zerotensor():  # which stands for zeros and can't be written
+            g.mul_(coef.reshape(()))
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

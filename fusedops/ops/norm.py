@@ -62,8 +62,8 @@ def layer_norm(
     """
     shape = sizes(normalized_shape)
     dtype = amp.norm_output_dtype(input, out_dtype)
-    if eps is None or not eps >= 0.0:
-        raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps}")
+    if not _is_epsilon(eps):
+        raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps!r}")
     choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
     if not choice.checks_arguments:
         _check("layer_norm", input, shape, weight, bias)
@@ -111,8 +111,8 @@ def rms_norm(
     choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
     if eps is None:
         eps = _default_eps(input.dtype)
-    elif not eps >= 0.0:
-        raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps}")
+    elif not _is_epsilon(eps):
+        raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps!r}")
     if weight is None and weight_offset:
         raise ValueError(f"rms_norm: weight_offset: expected 0.0 without a weight, got {weight_offset}")
     if not choice.checks_arguments:
@@ -174,6 +174,13 @@ def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None
         _check_parameter(op, "weight", weight, input, shape)
     if bias is not None:
         _check_parameter(op, "bias", bias, input, shape)
+
+
+def _is_epsilon(eps: Any) -> bool:
+    try:
+        return bool(eps >= 0.0)
+    except (TypeError, RuntimeError):  # no number at all, or a tensor of several
+        return False
 
 
 def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
@@ -259,7 +266,7 @@ class _LayerNorm(torch.autograd.Function):
                 None,
                 None,
             )
-        dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
+        dy = _in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
         return None, *ctx.module.layer_norm_bwd(dy, x, weight, mean, rstd, need, ctx.bias), None, None
 
 
@@ -298,14 +305,23 @@ class _RMSNorm(torch.autograd.Function):
                 None,
                 None,
             )
-        dy = dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous()
+        dy = _in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
         return None, *ctx.module.rms_norm_bwd(dy, x, weight, rstd, ctx.weight_offset, need), None, None, None
 
 
 def _rows(tensor: Tensor, hidden: int) -> Tensor:
     """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
     flat = tensor.reshape(tensor.numel() // max(hidden, 1), hidden)
-    return flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous()
+    return _in_memory(flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous())
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Write out what memory does not hold: the sign of a negative view, the zeros of a tensor that stands for them."""
+    if torch.compiler.is_compiling():
+        return tensor
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
@@ -315,7 +331,7 @@ def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = [None if p is None else p.reshape(hidden) for p in (weight, bias)]
+        flat = [None if p is None else _in_memory(p.reshape(hidden)) for p in (weight, bias)]
         y: Tensor = _LayerNorm.apply(module, _rows(input, hidden), *flat, eps, dtype)
         return y.view(input.shape)
 
@@ -329,7 +345,7 @@ def _wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = None if weight is None else weight.reshape(hidden)
+        flat = None if weight is None else _in_memory(weight.reshape(hidden))
         y: Tensor = _RMSNorm.apply(module, _rows(input, hidden), flat, eps, weight_offset, dtype)
         return y.view(input.shape)
 

@@ -6,7 +6,7 @@ Hutter, arXiv:1711.05101. The order of operations is that of torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Adam(FusedOptimizer):
             raise ValueError(f"{type(self).__name__}: seed: expected an int, got {seed!r}")
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": tuple(betas) if isinstance(betas, Sequence) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,

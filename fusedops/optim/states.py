@@ -118,6 +118,8 @@ def _copy(
             copied[key] = _counter(value, p.device)
         elif key not in (*moments, "master"):
             copied[key] = deepcopy(value)
+        elif not isinstance(value, Tensor):
+            raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
         elif value.shape != p.shape:
             raise ValueError(f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)}")
         else:

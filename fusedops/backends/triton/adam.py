@@ -396,6 +396,7 @@ def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     Raises:
         UnsupportedError: fp64 gradients.
     """
+    grads = [g for g in grads if not g._is_zerotensor()]  # zeros without memory stay zeros
     flat = [g for g in grads if lies_like(g, memory_layout(g))]
     for g in grads:
         if not lies_like(g, memory_layout(g)):
