@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedops
+from fusedops.ops import _common
 from fusedops.registry import OPS, OpSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -133,3 +134,15 @@ def test_opcheck(name: str, backend: str) -> None:
             for a in args
         )
         torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves)
+
+
+def test_two_ops_first_seen_in_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a fresh process: neither op has been compiled before."""
+    monkeypatch.setattr(_common, "_traced", _common._Traced())
+    x, w = torch.randn(4, 16), torch.rand(16)
+
+    def function(x: Tensor) -> Tensor:
+        return fusedops.rms_norm(fusedops.layer_norm(x, 16, w), 16, w, backend="reference")
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), function(x))

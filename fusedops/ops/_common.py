@@ -66,7 +66,9 @@ def choose(
     """
     if torch.compiler.is_compiling():
         dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
-        return _traced[_choose_compiling(op, input.device.type, dtypes, dispatch.forced_backend(op, backend))]
+        key = _choose_compiling(op, input.device.type, dtypes, dispatch.forced_backend(op, backend))
+        found: Choice = getattr(_traced, key)
+        return found
     if (
         CONFIG.disabled
         or _are_transforms_active()
@@ -88,8 +90,14 @@ def _plain(op: str) -> Choice:
     return Choice("reference", registry.OPS[op].reference)
 
 
-# What traced code calls, by the key that _choose_compiling returns (Dynamo can burn in a string, not a function).
-_traced: dict[str, Choice] = {}
+class _Traced:
+    """What traced code calls: an attribute a key of _choose_compiling (Dynamo can burn in a string, not a function).
+
+    No dict: Dynamo sees that as it was at its first look, without what the same trace adds later.
+    """
+
+
+_traced = _Traced()
 
 
 @torch.compiler.assume_constant_result
@@ -104,7 +112,7 @@ def _choose_compiling(op: str, device_type: str, dtypes: tuple[torch.dtype | Non
         call = replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True)
         choice = dispatch.select(call, forced)
     key = f"{op} on {choice.backend}"
-    _traced[key] = choice
+    setattr(_traced, key, choice)
     return key
 
 
