@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -126,8 +127,20 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         mark = module.__dict__.pop(_MARK, None)
         if mark is not None and mark.original is not None:
-            module.__class__ = mark.original
+            module.__class__ = _class_before(type(module), mark.original)
     return model
+
+
+def _class_before(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """Return `original`, within the class that a parametrization or the like has built over ours since."""
+    ours = {fused for _, fused in SWAPS.values()}
+    if kind in ours or not ours.intersection(kind.__bases__):
+        return original
+    bases = tuple(original if base in ours else base for base in kind.__bases__)
+    body = {name: value for name, value in kind.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    metaclass: Any = type(kind)
+    rebuilt: type[nn.Module] = metaclass(kind.__name__, bases, body)
+    return rebuilt
 
 
 def _checked_ops(ops: Iterable[str]) -> set[str]:

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import fusedops
 
@@ -142,3 +143,24 @@ def test_copies_and_pickles_stay_patched_and_can_be_unpatched():
         assert str(fusedops.patched(copied)) == str(fusedops.patched(model))
         assert type(fusedops.unpatch(copied)[1]) is nn.LayerNorm
     assert type(model[1]) is fusedops.nn.LayerNorm
+
+
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_unpatch_keeps_a_parametrization_made_since():
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)), torch.randn(4, 8)
+    fusedops.patch(model, verbose=False)
+    parametrize.register_parametrization(model[0], "weight", Twice())
+    before = model(x)
+    fusedops.unpatch(model)
+    assert not any(issubclass(c, fusedops.nn.LayerNorm) for c in type(model[0]).__mro__)
+    torch.testing.assert_close(model(x), before)
+    torch.testing.assert_close(copy.deepcopy(model)(x), before)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert [type(m) for m in model] == [nn.LayerNorm, nn.LayerNorm]
+    torch.testing.assert_close(model(x), before)
