@@ -185,7 +185,9 @@ def test_dicts_that_do_not_fit_change_nothing():
     fewer = optim.AdamW(twins(params)[:1]).state_dict()
     swapped = copy.deepcopy(before)
     swapped["state"][0], swapped["state"][1] = swapped["state"][1], swapped["state"][0]
-    for wrong, named in ((fewer, "groups"), (swapped, "shape")):
+    no_tensor = copy.deepcopy(before)
+    no_tensor["state"][0]["exp_avg"] = [0.0] * 4
+    for wrong, named in ((fewer, "groups"), (swapped, "shape"), (no_tensor, "exp_avg: expected a tensor, got list")):
         with pytest.raises(ValueError, match=named):
             optimizer.load_state_dict(wrong)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)

@@ -242,6 +242,9 @@ DAMAGE = {
     "json list": (lambda p: (p / "checkpoint.json").write_text("[]"), "not a checkpoint of"),
     "newer version": (lambda p: edit(p, lambda m: m.update(version=2)), "version 2, expected 1"),
     "field missing": (lambda p: edit(p, lambda m: m.pop("scaler")), "scaler missing"),
+    "step of another kind": (lambda p: edit(p, lambda m: m.update(step="3")), "damaged, step is not what"),
+    "identity of another kind": (lambda p: edit(p, lambda m: m.update(identity=[])), "damaged, identity is not what"),
+    "optimizer of another kind": (lambda p: edit(p, lambda m: m.update(optimizer={})), "damaged, optimizer is not"),
     "other run": (
         lambda p: edit(p, lambda m: m["identity"].update(seed=4)),
         "seed is 4, expected 3",
@@ -329,8 +332,9 @@ class TestCheckpoint:
 
     def test_only_the_newest_is_kept_and_nothing_is_pickled(self, saved):
         path, job = saved
+        (path.parent / "tmp-1").mkdir()
         newer = checkpoint.save(path.parent, 4, job.model, job.optimizer, job.scaler, {})
-        assert list(path.parent.iterdir()) == [newer]
+        assert list(path.parent.iterdir()) == [newer], "a folder of a killed process stays"
         assert {file.name for file in newer.iterdir()} == {"tensors.safetensors", "checkpoint.json"}
 
     @pytest.mark.parametrize("damage", DAMAGE)
@@ -402,6 +406,20 @@ class TestCommand:
             capsys.readouterr()
             assert main(argv) == 2
             assert message in capsys.readouterr().err
+        for argv in (["--out", str(text)], ["--out", str(text / "below")]):
+            assert main(["train", *self.SMALL, "--data", str(text), *argv]) == 2
+            assert "cannot write the run: [Errno" in capsys.readouterr().err
+        for file, content, message in [
+            (out / "plain" / "result.json", "{", "result.json: not valid JSON"),
+            (out / "plain" / "result.json", "[]", "result.json: not a result of"),
+            (out / "metrics.jsonl", '{"step": 0}\n', "metrics.jsonl: line 1: expected a step's record"),
+            (out / "metrics.jsonl", "x\n", "metrics.jsonl: line 1: expected a step's record"),
+        ]:
+            kept = file.read_text()
+            file.write_text(content)
+            assert main(["train", "--resume", str(out)]) == 2
+            assert message in capsys.readouterr().err
+            file.write_text(kept)
         text.write_text(text.read_text() + "more")
         assert main(["train", "--resume", str(out)]) == 2
         assert "has changed since" in capsys.readouterr().err

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         return _run(console, plan, corpus, args.save_every)
     except ValueError as error:
         print(f"fusedops train: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"fusedops train: cannot write the run: {error}", file=sys.stderr)
     except torch.OutOfMemoryError as error:
         print(f"fusedops train: out of GPU memory, try a smaller --batch ({error})", file=sys.stderr)
     return 2

@@ -63,7 +63,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:08d}"
     temporary = folder / f"tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left_over in folder.glob("tmp-*"):  # of a process that was killed while it wrote
+        shutil.rmtree(left_over, ignore_errors=True)
     temporary.mkdir()
     save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary / TENSORS)
     meta = {
@@ -148,6 +149,18 @@ def _read_meta(path: Path) -> dict[str, Any]:
     missing = {"step", "identity", "optimizer", "scaler", "tensors_sha256"} - meta.keys()
     if missing:
         raise CheckpointError(f"{file}: damaged, {', '.join(sorted(missing))} missing")
+    optimizer = meta["optimizer"]
+    sound = {
+        "step": type(meta["step"]) is int and meta["step"] >= 0,
+        "identity": isinstance(meta["identity"], dict),
+        "optimizer": isinstance(optimizer, dict)
+        and isinstance(optimizer.get("param_groups"), list)
+        and all(isinstance(group, dict) and group.keys() >= {"params", "betas"} for group in optimizer["param_groups"])
+        and isinstance(optimizer.get("scalars"), dict),
+        "scaler": isinstance(meta["scaler"], dict),
+    }
+    if odd := [name for name, good in sound.items() if not good]:
+        raise CheckpointError(f"{file}: damaged, {', '.join(odd)} is not what `fusedops train` writes")
     return meta
 
 

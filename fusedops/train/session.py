@@ -99,7 +99,7 @@ def run_variant(
     records = [record for record in earlier if record["variant"] == variant]
     finished = folder / "result.json"
     if finished.exists():
-        return records, json.loads(finished.read_text())
+        return records, _read_result(finished)
 
     device = torch.device(plan.config.device)
     if plan.config.compile:
@@ -180,8 +180,28 @@ def _read_records(metrics: Path) -> list[Record]:
     """The lines of an earlier part; a last line cut off by a crash is left out."""
     if not metrics.exists():
         return []
-    whole = metrics.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    records = []
+    try:
+        for line in metrics.read_text().rpartition("\n")[0].splitlines():
+            record = json.loads(line)
+            if not (isinstance(record["variant"], str) and isinstance(record["step"], int)):
+                raise ValueError(line)
+            records.append(record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{metrics}: line {len(records) + 1}: expected a step's record of `fusedops train`, the file is damaged"
+        ) from error
+    return records
+
+
+def _read_result(file: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error}); the file is damaged") from error
+    if not (isinstance(result, dict) and result.keys() >= {"ms", "tokens_per_s", "validation_loss"}):
+        raise CheckpointError(f"{file}: not a result of `fusedops train`, the file is damaged")
+    return result
 
 
 def _write(file: Path, text: str) -> None:
