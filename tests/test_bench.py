@@ -181,3 +181,10 @@ def test_a_commit_is_found_or_told_but_never_made_up(monkeypatch):
     assert records.facts(CPU)["commit"] is None
     monkeypatch.setenv("FUSEDOPS_COMMIT", "0123")
     assert records.facts(CPU)["commit"] == "0123"
+
+
+def test_results_that_cannot_be_written_are_told_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    argv = ["bench", "norm", "--quick", "--shape", "8x8", "--repeat", "2", "--vs", "torch", "--op", "rms_norm"]
+    assert main([*argv, "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot write the results: [Errno" in capsys.readouterr().err

@@ -51,6 +51,17 @@ def test_unknown_names(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert "expected any of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["parity"], ["bench", "norm"]])
+@pytest.mark.parametrize(("device", "message"), [("tpu", "expected a device"), ("cuda:99", "CUDA devices, got")])
+def test_absent_devices(command: list[str], device: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--device", device])
+    assert error.value.code == 2
+    found = capsys.readouterr().err
+    assert "argument --device: " in found
+    assert message in found
+
+
 def test_without_rich_it_prints_plain_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

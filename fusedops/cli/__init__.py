@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import torch
+
 import fusedops
 
 COMMANDS = {
@@ -18,6 +20,18 @@ COMMANDS = {
     "train": "train a GPT on real text, plain PyTorch against fusedops",
 }
 EXTRAS = ("rich", "matplotlib", "pynvml", "safetensors", "numpy")
+
+
+def parse_device(text: str) -> torch.device:
+    """Parse the value of `--device`."""
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"expected a device, as cpu, cuda or cuda:1, got {text!r}") from None
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"this torch sees {count} CUDA devices, got {text!r}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

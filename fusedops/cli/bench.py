@@ -13,6 +13,7 @@ import torch
 from ..bench import ops, optimizers, peers, report
 from ..bench.records import Record, facts
 from ..config import BACKENDS
+from . import parse_device
 
 _DEFAULT_PEERS = ("torch", "liger", "quack", "flash", "foreach", "apex-adam")
 
@@ -34,9 +35,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; 1 when a contender computes something else than it should."""
+    """Do what was asked; 1 when a contender computes something else than it should, 2 when nothing can be written."""
     bench: Callable[[argparse.Namespace], int] = args.bench
-    return bench(args)
+    try:
+        return bench(args)
+    except OSError as error:
+        print(f"fusedops bench: cannot write the results: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_common(
@@ -48,7 +53,7 @@ def _add_common(
     peer_names = (*known_peers, *peers.ALIASES)
     peer_help = f"any of {', '.join(peer_names)} (default: the installed ones that need no compiling)"
     add("--vs", type=_listed(*peer_names), metavar="PEERS", help=peer_help)
-    add("--device", type=torch.device, help="default: the GPU if there is one")
+    add("--device", type=parse_device, help="default: the GPU if there is one")
     add("--repeat", type=int, metavar="N", help="repetitions of each cell (default 100; optimizers 30)")
     add("--quick", action="store_true", help="few sizes, few repetitions")
     add("--energy", action="store_true", help="also measure energy, over windows of 2 s")

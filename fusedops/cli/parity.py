@@ -13,6 +13,7 @@ import torch
 from .. import backends, testing
 from ..config import BACKENDS
 from ..registry import OPS, Case, OpSpec, short
+from . import parse_device
 
 _HEAD = ("op", "dtypes", "backend", "cells", "output ULP", "torch's", "gradient ULP", "torch's", "of the bound", "")
 _FOOT = (
@@ -27,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("--op", type=_listed(OPS), help=f"any of {', '.join(OPS)} (default: all)")
     add("--backend", type=_listed(BACKENDS), help=f"any of {', '.join(BACKENDS)} (default: all that run here)")
-    add("--device", type=torch.device, help="default: the GPU if there is one")
+    add("--device", type=parse_device, help="default: the GPU if there is one")
     add("--full", action="store_true", help="every case, not the quick selection")
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
 
