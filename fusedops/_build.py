@@ -57,9 +57,10 @@ def csrc_hash(folder: Path) -> str:
 def read_stamp() -> Stamp | None:
     """Return the stamp of this installation, None where nothing was ever built."""
     try:
-        return importlib.import_module("fusedops._build_info").STAMP
+        stamp = importlib.import_module("fusedops._build_info").STAMP
     except (ImportError, AttributeError, SyntaxError):
         return None
+    return {**new_stamp(), **stamp} if isinstance(stamp, dict) else None  # an older one may lack keys
 
 
 def rebuild_command() -> str:

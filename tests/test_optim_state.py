@@ -225,3 +225,17 @@ def test_a_dict_mapped_to_the_cpu(device):
     assert_same_state(optimizer, other)
     other.step()
     assert all(value.device.type == device for value in other.state[other.param_groups[0]["params"][0]].values())
+
+
+def test_options_no_adam_can_work_with_are_refused_before_anything_is_loaded():
+    params = [torch.nn.Parameter(torch.ones(3))]
+    optimizer = optim.AdamW(params, lr=0.1)
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    broken = copy.deepcopy(before)
+    broken["param_groups"][0]["lr"] = "x"
+    with pytest.raises(ValueError, match="load_state_dict: group 0: lr"):
+        optimizer.load_state_dict(broken)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before["state"][0]["exp_avg"])

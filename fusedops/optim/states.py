@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import STATE_DTYPES
+from .checks import STATE_DTYPES, check_group
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -73,6 +73,8 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
         _merge(f"{owner}.load_state_dict: group {i}", *pair)
         for i, pair in enumerate(zip(groups, saved_groups, strict=True))
     ]
+    for i, group in enumerate(merged):
+        check_group(f"{owner}.load_state_dict: group {i}", group)
     owners = {
         key: (p, group)
         for group, saved_group in zip(merged, saved_groups, strict=True)
