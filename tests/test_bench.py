@@ -130,6 +130,18 @@ def test_append_and_plot(tmp_path):
     assert (results.parent / "rms_norm.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_failed_cell_is_drawn_as_such(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    written, text = [], Axes.text
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **kw: written.append((x, s)) or text(self, x, y, s, **kw))
+    common = {"op": "adamw", "dtype": "fp32", "ours": True, "gpu": "G", "commit": "abc", "dirty": None, "torch": "2"}
+    timed = {**common, "model": "a", "direction": "step", "backend": "native", "status": "ok", "percent_of_copy": 90.0}
+    failed = {**common, "model": "b", "direction": "clip+step", "backend": "triton", "status": "FAIL", "reason": ""}
+    report.draw([timed, {**timed, "backend": "triton"}, failed, {**timed, "dtype": "bf16"}], tmp_path)
+    assert written == [(0.0, "FAIL")]  # in the middle of its panel, which has no other contender
+
+
 def test_plot_refuses_a_foreign_file(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"op": "layer_norm"}\n')
     assert main(["bench", "plot", str(tmp_path / "x.jsonl")]) == 2

@@ -124,7 +124,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     """Draw one PNG for each op: bars of % of a copy by size, a panel for each direction and dtype.
 
     Args:
-        records: of one or more runs; cells without a time leave a gap.
+        records: of one or more runs; a cell that failed says FAIL, one that was not run leaves a gap.
         folder: where the files go.
 
     Returns:
@@ -137,9 +137,9 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    timed = [r for r in records if r["status"] == "ok"]
-    for op in _ordered(r["op"] for r in timed):
-        some = [r for r in timed if r["op"] == op]
+    drawn = [r for r in records if r["status"] in ("ok", "FAIL")]
+    for op in _ordered(r["op"] for r in drawn if r["status"] == "ok"):
+        some = [r for r in drawn if r["op"] == op]
         directions, dtypes = (_ordered(r[key] for r in some) for key in ("direction", "dtype"))
         found = _ordered(r["backend"] for r in some)
         names = [*(name for name in _COLOURS if name in found), *(name for name in found if name not in _COLOURS)]
@@ -190,17 +190,20 @@ def _title(op: str, records: Sequence[Record]) -> str:
 def _bars(axes: Any, records: Sequence[Record], names: Sequence[str]) -> None:
     sizes = _ordered(map(_size, records))
     width = 0.84 / len(names)
-    for position, name in enumerate(names):
-        by_size = {_size(r): r["percent_of_copy"] for r in records if r["backend"] == name}
-        at = [i + (position - (len(names) - 1) / 2) * width for i, size in enumerate(sizes) if size in by_size]
-        axes.bar(at, [by_size[s] for s in sizes if s in by_size], width, color=_COLOURS.get(name, _OTHER))
+    present = [name for name in names if any(r["backend"] == name for r in records)]
+    for position, name in enumerate(present):
+        by_size = {_size(r): r.get("percent_of_copy") for r in records if r["backend"] == name}
+        at = {s: i + (position - (len(present) - 1) / 2) * width for i, s in enumerate(sizes) if s in by_size}
+        axes.bar(list(at.values()), [by_size[s] or 0.0 for s in at], width, color=_COLOURS.get(name, _OTHER))
+        for size in (s for s in at if by_size[s] is None):
+            axes.text(at[size], 2, "FAIL", color="#B00020", size=7, rotation=90, ha="center", va="bottom")
     axes.axhline(100, color="black", linewidth=0.8, linestyle="--")
     hidden = ["model" not in r for r in records]
     labels = [size.rpartition("x")[2] if all(hidden) and _unique_hidden(sizes) else size for size in sizes]
     axes.set_xticks(range(len(sizes)), labels, size=8, rotation=45 if len(sizes) > 6 else 0)
     if all(hidden):
         axes.set_xlabel("hidden size" if _unique_hidden(sizes) else "rows × hidden size", size=9)
-    axes.set_ylim(0, max(110, *(1.05 * r["percent_of_copy"] for r in records)))
+    axes.set_ylim(0, max([110.0, *(1.05 * r["percent_of_copy"] for r in records if r["status"] == "ok")]))
     axes.grid(axis="y", color="#E5E5E5")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
