@@ -42,7 +42,8 @@ class PatchReport:
     @property
     def summary(self) -> str:
         """One line."""
-        return f"fusedops.patch: {len(self.replaced)} modules replaced, {len(self.left)} left"
+        count = len(self.replaced)
+        return f"fusedops.patch: {count} module{'' if count == 1 else 's'} replaced, {len(self.left)} left"
 
     def __str__(self) -> str:
         replaced = [f"  {name or '(the model itself)'} → {what}" for name, what in self.replaced.items()]

@@ -134,7 +134,7 @@ def _run(console: Console, plan: Plan, corpus: Corpus, save_every: int) -> int:
     plots.plot_steps(results, title, plan.out / "steps.png")
     console.print(_table(results))
     if config.device == "cpu":
-        console.print(_cpu_note(results), soft_wrap=True)
+        console.print(_cpu_note(results))
     console.print(f"Results: {plan.out}", soft_wrap=True)
     return 0
 
