@@ -11,6 +11,8 @@ VENV ?= .venv
 EXTRAS ?= cli,test
 ARGS ?=
 PYTEST_ARGS ?=
+# Threads that wait sleep: where other programs want the cores too, spinning ones make a run on a CPU many times as long.
+export OMP_WAIT_POLICY ?= passive
 
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
