@@ -38,7 +38,7 @@ class Adam(FusedOptimizer):
         state_dtype: dtype of the moments: fp32 | bf16 | fp16; None: the parameter's.
         max_grad_norm: clip the norm of all (unscaled) gradients to it within the step; they are not written.
         seed: of stochastic rounding.
-        backend: ``"native"``, ``"triton"``, ``"apex"`` or ``"reference"``; None: the dispatch table's choice.
+        backend: ``"native"``, ``"triton"`` or ``"reference"`` (Apex's Adam is refused); None: the table's choice.
 
     Raises:
         ValueError: a parameter or option that Adam can't work with.
