@@ -11,9 +11,12 @@
 
 namespace fusedops::cuda {
 
-constexpr int kFwdThreads = 512;  // at most, of a row in registers
-constexpr int kFwdBlocks = 2;     // of that size an SM holds: 64 registers a thread
-constexpr int kFwdVecs = 4;       // 16-byte vectors a thread holds at most
+// Threads at most of a row in registers: 64 registers each; 128 where the registers hold fp64.
+template <class x_t>
+constexpr int kFwdThreads = sizeof(x_t) == 8 ? 512 : 1024;
+// 16-byte vectors a thread holds at most: four, or six of four elements.
+template <class x_t, class y_t>
+constexpr int kFwdVecs = vec_width<x_t, y_t> == 4 ? 6 : 4;
 
 struct FwdParams {
   NormFwd n;
@@ -150,9 +153,8 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, acc_of<x_t> (*e
 
 // A row a block, or blockDim.y rows of a warp each.
 template <class x_t, class y_t, bool kRms, int kVecs>
-__global__ void __launch_bounds__(kFwdThreads, sizeof(acc_of<x_t>) == 8 ? 1 : kFwdBlocks)
-    norm_fwd_kernel(const FwdParams p) {
-  __shared__ acc_of<x_t> exchange[kFwdThreads / kWarp][2];
+__global__ void __launch_bounds__(kFwdThreads<x_t>, 1) norm_fwd_kernel(const FwdParams p) {
+  __shared__ acc_of<x_t> exchange[kFwdThreads<x_t> / kWarp][2];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.n.rows) return;  // a warp leaves as one, and only where no barrier follows
   const bool whole = static_cast<int>(blockDim.x) * kVecs * vec_width<x_t, y_t> == p.hidden;
