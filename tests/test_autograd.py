@@ -258,7 +258,9 @@ def test_tensors_that_are_not_in_memory(spec: OpSpec, kind: str, backend: str) -
     """A negative view has the other sign in memory, an efficient zero tensor has no memory at all."""
 
     def lazy(*shape: int) -> Tensor:
-        return torch._neg_view(torch.randn(shape)) if kind == "negative" else torch._efficientzerotensor(shape)
+        if kind == "negative":
+            return torch._neg_view(torch.randn(shape))
+        return torch._efficientzerotensor(shape, device=here())
 
     dy = lazy(5, 16)
     given = [lazy(5, 16), *(lazy(16) for _ in spec.grads[1:])]

@@ -120,6 +120,8 @@ def test_no_host_sync():
 @pytest.mark.parametrize(("backend", "device"), PLACES)
 def test_gradients_that_are_not_in_memory(backend, device, need_backend):
     need_backend(backend)
+    if not hasattr(fusedops.backends.get(backend), "grad_norm"):
+        pytest.skip(f"{backend}: it measures no gradients")
     params = make_params(device, torch.float32, (4, 8), (4, 8))
     expected = twins(params)
     grads = torch._neg_view(torch.randn(4, 8, device=device)), torch._efficientzerotensor((4, 8), device=device)

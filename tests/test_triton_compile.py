@@ -176,7 +176,10 @@ def adam_calls(param: torch.dtype, state: torch.dtype, master: bool, amsgrad: bo
     ("param", "state", "master", "amsgrad"),
     [(F32, F32, False, False), (BF16, F32, True, False), (BF16, BF16, False, False), (F32, F32, False, True)],
 )
-def test_adam_compiles_with_vectors(compiler, architecture, param, state, master, amsgrad):
+def test_adam_compiles_with_vectors(compiler, architecture, param, state, master, amsgrad, request):
+    if architecture == 120 and not amsgrad and state == F32:
+        old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+        request.applymarker(pytest.mark.xfail(old, reason="Triton 3.6's assembler spills 16 to 32 bytes for 12.0"))
     for name, call in adam_calls(param, state, master, amsgrad).items():
         made = {kernel.name: kernel for kernel in compiler(architecture, call)}
         if name == "step":
