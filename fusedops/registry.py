@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,25 @@ def short(dtype: torch.dtype | None) -> str:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """How one tensor lies in memory, told without its shape; ``fusedops.testing.lay_out`` makes it.
+
+    Attributes:
+        offset: elements between the start of the storage and the tensor.
+        step: distance of neighbours along the innermost dimension.
+        gaps: unused elements behind each dimension, innermost first; none behind the dimensions it does not reach.
+        roll: how often the innermost dimension is made the outermost one; 1 transposes a matrix.
+        expand: the outermost dimension has stride 0: all its slices are one.
+    """
+
+    offset: int = 0
+    step: int = 1
+    gaps: tuple[int, ...] = ()
+    roll: int = 0
+    expand: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """What to call an op with, before any tensor exists.
 
@@ -39,6 +59,8 @@ class Case:
         options: further keyword arguments (eps, …).
         layout: how the tensors lie in memory; one of ``LAYOUTS``.
         values: what the numbers look like; one of ``VALUES``.
+        memory: how a tensor lies in memory, by argument name (``"grad"`` for gradients of outputs), where ``layout``
+            says too little.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +70,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "contiguous"
     values: str = "normal"
+    memory: Mapping[str, Memory] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -57,15 +80,23 @@ class Case:
         parts += [f"to_{short(self.out_dtype)}"] if self.out_dtype else []
         parts += [f"{k}={v}" for k, v in self.options.items()]
         parts += [part for part in (self.layout, self.values) if part not in ("contiguous", "normal")]
+        parts += [f"{name}_in_{memory}" for name, memory in self.memory.items()]
         return "-".join(parts)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an op: ``function(**kwargs)``; ``grads`` names the arguments that require a gradient."""
+    """One call of an op: ``function(**kwargs)``.
+
+    Attributes:
+        kwargs: the arguments.
+        grads: names of the arguments that require a gradient.
+        arithmetic: dtype that backends compute in, whatever the arguments' own.
+    """
 
     kwargs: dict[str, Any]
     grads: tuple[str, ...]
+    arithmetic: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -88,6 +119,7 @@ class OpSpec:
         bytes_moved: least bytes of device memory a call moves, from a sample and ``"fwd"`` or ``"bwd"``.
         defaults: from a call's arguments, those whose default depends on dtypes; the float64 truth gets them spelt out.
         tolerance_overrides: (backend, device type, name) → (factor on the bound, reason). Empty for a sound op.
+        draw_options: draws the options of a fuzzed call, given which differentiable arguments it has.
     """
 
     name: str
@@ -104,6 +136,7 @@ class OpSpec:
     bytes_moved: Callable[[Sample, str], int]
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda kwargs: {}
     tolerance_overrides: Mapping[tuple[str, str, str], tuple[float, str]] = field(default_factory=dict)
+    draw_options: Callable[[Random, frozenset[str]], Mapping[str, Any]] = lambda random, given: {}
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import backends
-from .dispatch import refusals
-from .registry import Case, OpSpec, Sample
+from .dispatch import Call, refusals
+from .registry import Case, Memory, OpSpec, Sample
 
 # (backend, device type, dtype) → ULPs more than the bound of every op, and why.
 EXTRA_ULPS: dict[tuple[str, str, torch.dtype], tuple[float, str]] = {
@@ -108,7 +108,37 @@ def _transposed(values: Tensor) -> Tensor:
     return values.mT.contiguous().mT if values.dim() > 1 else values
 
 
-def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) -> Sample:
+def lay_out(values: Tensor, memory: Memory) -> Tensor:
+    """Store values as ``memory`` says, NaN before, between and behind them."""
+    shape, strides = values.shape, [0] * values.dim()
+    inner = [*range(values.dim())][::-1]  # innermost first
+    inner = [*inner[memory.roll % max(values.dim(), 1) :], *inner[: memory.roll % max(values.dim(), 1)]]
+    reach = memory.step
+    for number, dim in enumerate(inner):
+        strides[dim] = reach
+        reach = reach * max(shape[dim], 1) + (memory.gaps[number] if number < len(memory.gaps) else 0)
+    if memory.expand and shape and shape[0] > 0:
+        values, strides[0] = values[:1], 0
+    storage = values.new_full((memory.offset + reach + 1,), math.nan)
+    storage.as_strided(values.shape, strides, memory.offset).copy_(values)
+    return storage.as_strided(shape, strides, memory.offset)
+
+
+# From a shape and a generator standard normal noise in float64.
+Noise = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return standard normal noise in float64."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def shape_of(spec: OpSpec, case: Case, name: str) -> tuple[int, ...]:
+    """Return the shape of an argument."""
+    return case.shape if name == "input" else spec.parameter_shape(case)
+
+
+def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, noise: Noise = normal) -> Sample:
     """Make the tensors of a case.
 
     Args:
@@ -116,6 +146,7 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) ->
         case: what to call it with.
         device: where the tensors go.
         seed: the same seed gives the same numbers on every device and backend.
+        noise: where the numbers come from.
 
     Returns:
         A sample whose differentiable tensors are leaves that require a gradient.
@@ -124,11 +155,11 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) ->
     kwargs: dict[str, Any] = {}
     for name, dtype in case.dtypes.items():
         main = name == "input"
-        noise = torch.randn(
-            case.shape if main else spec.parameter_shape(case), generator=generator, dtype=torch.float64, device="cpu"
-        )
-        values = (_VALUES[case.values](noise, case.normalized, dtype) if main else noise).to(device, dtype)
-        if case.layout == "misaligned":
+        numbers = noise(shape_of(spec, case, name), generator)
+        values = (_VALUES[case.values](numbers, case.normalized, dtype) if main else numbers).to(device, dtype)
+        if name in case.memory:
+            values = lay_out(values, case.memory[name])
+        elif case.layout == "misaligned":
             values = _misaligned(values)
         elif case.layout == "rows_strided" and main:
             values = _in_wider(values, -max(case.normalized, 1), 0, 8)
@@ -143,13 +174,14 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) ->
     return Sample({**kwargs, **case.options}, grads)
 
 
-def make_grad(case: Case, output: Tensor, seed: int = 0) -> Tensor:
+def make_grad(case: Case, output: Tensor, seed: int = 0, noise: Noise = normal) -> Tensor:
     """Make the gradient of an output (its shape, dtype and device), laid out as the case says."""
     if case.layout == "expanded_grad":
         return output.new_ones(()).expand(output.shape)
     generator = torch.Generator().manual_seed(seed + 1)
-    values = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu")
-    values = values.to(output.device, output.dtype)
+    values = noise(tuple(output.shape), generator).to(output.device, output.dtype)
+    if "grad" in case.memory:
+        return lay_out(values, case.memory["grad"])
     if case.layout == "strided_grad":
         return _in_wider(values, -1, 3, 2)
     return _misaligned(values) if case.layout == "misaligned" else values
@@ -208,21 +240,25 @@ class Truth:
     conditions: dict[str, Tensor]
 
 
-def truth(spec: OpSpec, sample: Sample, grad: Tensor) -> Truth:
-    """Compute the truth on the CPU in float64, from the numbers as the sample rounded them; gradients by autograd."""
+def truth(spec: OpSpec, sample: Sample, grad: Tensor, device: str = "cpu") -> Truth:
+    """Compute the truth in float64, from the numbers as the sample rounded them; gradients by autograd."""
     kwargs = {**sample.kwargs, **spec.defaults(sample.kwargs)}
     kwargs.pop("out_dtype", None)
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
-            value = value.detach().cpu()
+            value = value.detach().to(device)
             kwargs[name] = value.double().contiguous() if value.is_floating_point() else value
     for name in sample.grads:
         kwargs[name].requires_grad_()
-    wide = grad.detach().cpu().double().contiguous()
-    exact = Sample(kwargs, sample.grads)
+    wide = grad.detach().to(device).double().contiguous()
+    exact = Sample(kwargs, sample.grads, _arithmetic(sample))
     values = run(spec.reference, exact, lambda output: wide)
     with torch.no_grad():
         return Truth(values, spec.condition(exact, wide))
+
+
+def _arithmetic(sample: Sample) -> torch.dtype:
+    return torch.float64 if sample.kwargs["input"].dtype is torch.float64 else torch.float32
 
 
 # ---------------------------------------------------------------- judging
@@ -298,7 +334,7 @@ def compare(
         got: the tensor, in its own dtype.
         want: the float64 truth.
         condition: size of what was added up to make each element. NaN: only inf and NaN are judged there; inf: the
-            arithmetic overflows although the truth does not, and nothing is judged.
+            arithmetic leaves its range although the truth does not, and nothing is judged.
         terms: length N of the sum.
         name: what to call it in messages.
         baseline: PyTorch's own result, which fixes shape and dtype; its ULPs are reported.
@@ -318,32 +354,24 @@ def compare(
         return Comparison(name, math.inf, problem=problem)
     if want.numel() == 0:
         return Comparison(name, 0.0, ulps=0.0, torch_ulps=0.0)
-    got, want = got.detach().cpu().double(), want.detach().cpu()
+    got, want = got.detach().to(want.device).double(), want.detach()
     spacing = ulp(want, dtype)
     unit = 2.0**-53 if wide else 2.0**-24
-    condition = condition.detach().cpu().expand(want.shape)
-    unspecified = condition.isinf() & want.isfinite()
+    condition = condition.detach().expand(want.shape)
+    unspecified = condition.isinf()
     condition = condition.nan_to_num(math.inf, math.inf)
     bound = factor * ((1.0 + extra_ulps) * spacing + 4 * unit * math.sqrt(math.log2(max(terms, 2))) * condition)
     error = torch.where(unspecified, 0.0, _error(got, want, dtype))
     share = (error / bound).nan_to_num(math.inf, math.inf)
-    worst = int(share.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape))
+    worst = share.argmax()
     shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
-    torch_ulps = math.nan
+    own = want.new_tensor(math.nan)
     if baseline is not None:
-        own = torch.where(unspecified, 0.0, _error(baseline.detach().cpu().double(), want, dtype))
-        torch_ulps = float((own / shown).max())
-    return Comparison(
-        name,
-        ratio=float(share.flatten()[worst]),
-        index=index,
-        got=float(got.flatten()[worst]),
-        want=float(want.flatten()[worst]),
-        bound=float(bound.flatten()[worst]),
-        ulps=float((error / shown).max()),
-        torch_ulps=torch_ulps,
-    )
+        own = torch.where(unspecified, 0.0, _error(baseline.detach().to(want.device).double(), want, dtype)) / shown
+    at = [t.flatten()[worst] for t in (share, got, want, bound)]  # read back together: on a GPU each read is a wait
+    ratio, *values, ulps, torch_ulps, place = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
+    index = torch.unravel_index(torch.tensor(int(place), device="cpu"), want.shape)
+    return Comparison(name, ratio, tuple(int(i) for i in index), *values, ulps, torch_ulps)
 
 
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
@@ -380,7 +408,7 @@ class Outcome:
 
 def judge(
     spec: OpSpec, case: Case, sample: Sample, grad: Tensor, results: Mapping[str, Tensor],
-    *, backend: str = "", seed: int = 0,
+    *, backend: str = "", seed: int = 0, on: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Hold results of a sample to the truth.
 
@@ -392,11 +420,12 @@ def judge(
         results: ``"output"`` and gradients by name, as ``run`` returns them.
         backend: who made them; decides which declared allowances apply.
         seed: for the message.
+        on: the device that computes the truth and compares.
 
     Returns:
         One comparison for each of ``results``.
     """
-    exact, terms = truth(spec, sample, grad), spec.terms(case)
+    exact, terms = truth(spec, sample, grad, on), spec.terms(case)
     own = run(spec.reference, sample, lambda output: grad)
     device = sample.kwargs["input"].device.type
     comparisons = []
@@ -428,8 +457,19 @@ def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str 
     for dtype in case.dtypes.values():
         if reason := UNTESTABLE.get((backend, device_type, dtype, case.values)):
             return reason
-    kwargs = make_sample(spec, case, device).kwargs
-    return "; ".join(refusals(backend, spec.describe(**kwargs))) or None
+    return "; ".join(refusals(backend, describe(spec, case, device))) or None
+
+
+def describe(spec: OpSpec, case: Case, device: str = "cpu") -> Call:
+    """Return the call that a case puts to dispatch; no tensor is made."""
+    place = torch.device(device)
+    sample = make_sample(spec, replace(case, values="normal"), "meta", noise=_shapes_alone)
+    index = torch.cuda.current_device() if place.type == "cuda" and place.index is None else place.index
+    return replace(spec.describe(**sample.kwargs), device=place.type, index=-1 if index is None else index)
+
+
+def _shapes_alone(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64, device="meta")
 
 
 def check(spec: OpSpec, case: Case, backend: str, device: str = "cpu", seed: int = 0) -> Outcome:

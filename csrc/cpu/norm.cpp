@@ -1,5 +1,6 @@
 // LayerNorm and RMSNorm on the CPU, forward and backward. Formulas: csrc/cuda/norm_fwd.cuh and norm_bwd.cuh.
 //
+// The variance is the corrected two-pass one (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983).
 // Sums along a row are fp32 vectors over blocks of columns and double from block to block; dweight and dbias are fp32
 // over a block of rows and double from block to block. Blocks depend on the shape alone, so results do not depend on
 // the number of threads.
@@ -139,16 +140,23 @@ FUSEDOPS_ISA_INLINE void fwd_rows(const FwdRows<typename Lanes<x_t>::acc_t>& r) 
   for (int64_t row = r.begin; row < r.end; ++row) {
     const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
     y_t* y = static_cast<y_t*>(r.n.y) + row * hidden;
-    double sum = 0, squares = 0, unused;
+    double sum = 0, squares = 0, rest = 0, unused;
     if (!r.n.rms) {
       sum_row<V, kLanes>(hidden, sum, unused, [&](int64_t i, auto access, V& s, V&) { s += access.load(x + i); });
     }
-    const acc_t mean = static_cast<acc_t>(sum / hidden);
-    sum_row<V, kLanes>(hidden, squares, unused, [&](int64_t i, auto access, V& s, V&) {
+    acc_t mean = static_cast<acc_t>(sum / hidden);
+    sum_row<V, kLanes>(hidden, squares, rest, [&](int64_t i, auto access, V& s, V& t) {
       const V d = access.only_valid(access.load(x + i) - mean);
       s += d * d;
+      t += d;
     });
-    const acc_t rstd = static_cast<acc_t>(1.0 / std::sqrt(squares / hidden + r.n.eps));
+    double variance = squares / hidden;
+    if (!r.n.rms) {  // what the mean was off by shows as the mean of what is left; in rows with tiny spread it counts
+      rest /= hidden;
+      variance = std::max(variance - rest * rest, 0.0);
+      mean = static_cast<acc_t>(mean + rest);
+    }
+    const acc_t rstd = static_cast<acc_t>(1.0 / std::sqrt(variance + r.n.eps));
     if (r.n.mean) static_cast<acc_t*>(r.n.mean)[row] = mean;
     if (r.n.rstd) static_cast<acc_t*>(r.n.rstd)[row] = rstd;
     for_columns<kLanes>(0, hidden, [&](int64_t i, auto access) {

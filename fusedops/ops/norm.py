@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -416,13 +417,23 @@ def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Calla
     return cases
 
 
+def _draw_options(eps: tuple[float | None, ...], offset: bool = False) -> Callable[[Random, frozenset[str]], dict[str, Any]]:
+    def draw(random: Random, given: frozenset[str]) -> dict[str, Any]:
+        options = {"eps": random.choice((*eps, 10 ** random.uniform(-12, 0)))}
+        if offset and "weight" in given and random.random() < 0.5:
+            options["weight_offset"] = random.choice((1.0, -0.5))
+        return options
+
+    return draw
+
+
 def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
     def condition(sample: Sample, dy: Tensor) -> dict[str, Tensor]:
         """Sizes of what is summed.
 
         The mean of x is off by u·mean|x|, so each x̂ by u·``shift``, shift = mean|x|·rstd; below the smallest normal
-        number errors are absolute, u·tiny. The variance is then off by the square of that: rstd by u²·shift², which
-        is ``spread``. dx and dweight inherit both through x̂ and rstd.
+        number errors are absolute, u·tiny. The variance is then off by the square of that, and by u·tiny itself:
+        rstd by u·``lost``. dx and dweight inherit both through x̂ and rstd.
         """
         args = sample.kwargs
         shape = sizes(args["normalized_shape"])
@@ -431,28 +442,30 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
         w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get(
             "weight_offset", 0.0
         )
-        eps, tiny = args.get("eps", 1e-5), torch.finfo(_32).tiny
+        arithmetic = torch.finfo(sample.arithmetic)
+        eps, tiny, unit = args.get("eps", 1e-5), arithmetic.tiny, arithmetic.eps / 2
         mean = x.mean(dims, keepdim=True) if centred else torch.zeros((), dtype=x.dtype, device=x.device)
         square = (x - mean).square().mean(dims, keepdim=True)
         rstd = (square + eps).rsqrt()
         xhat, wdy = ((x - mean) * rstd).abs(), (w * dy).abs()
         shift = ((x.abs().mean(dims, keepdim=True) if centred else 0.0) + tiny) * rstd
-        # Squares that add up to more than fp32 holds have no bound: PyTorch's own rstd is 0 there.
-        fits = torch.where(square * math.prod(shape) < torch.finfo(_32).max, 1.0, math.inf)
-        spread = (1 + 2.0**-24 * shift.square()) * fits
-        y = (w * (x - mean) * rstd).abs() + (0 if args.get("bias") is None else args["bias"].abs())
+        lost = unit * shift.square() + tiny * rstd.square()
+        # There is no bound where the squares add up to more than the arithmetic holds, or where what they lost is no
+        # longer small beside them (a row of equal numbers or of subnormals, without eps): PyTorch's own rstd is 0 or
+        # inf there. A row with inf or NaN has a NaN here, and keeps it.
+        outside = (square * math.prod(shape) > arithmetic.max) & square.isfinite() | (lost * unit > 2.0**-5)
+        fits = torch.where(outside, math.inf, 1.0)
+        spread = (1 + lost) * fits
+        y = (w * (x - mean) * rstd).abs() * (1 + tiny * rstd.square())
+        y = y + (0 if args.get("bias") is None else args["bias"].abs())
         rows = tuple(range(x.dim() - len(shape)))
+        dx = wdy + wdy.mean(dims, keepdim=True) + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True)
+        dx = rstd * spread * (dx + shift * (wdy * xhat).mean(dims, keepdim=True))
+        dweight = dy.abs() * (xhat + shift) * spread
         return {
-            "output": w.abs() * (x.abs().amax(dims, keepdim=True) + tiny) * rstd * fits + y,
-            "input": rstd
-            * spread
-            * (
-                wdy
-                + wdy.mean(dims, keepdim=True)
-                + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True)
-                + shift * (wdy * xhat).mean(dims, keepdim=True)
-            ),
-            "weight": (dy.abs() * (xhat + shift) * spread).sum(rows) if rows else dy.abs() * (xhat + shift) * spread,
+            "output": torch.where(outside, math.inf, w.abs() * (x.abs().amax(dims, keepdim=True) + tiny) * rstd + y),
+            "input": torch.where(outside, math.inf, dx),
+            "weight": torch.where(outside, math.inf, dweight).sum(rows) if rows else torch.where(outside, math.inf, dweight),
             "bias": dy.abs().sum(rows) if rows else dy.abs(),
         }
 
@@ -491,6 +504,7 @@ registry.register(
         condition=_condition(centred=True),
         terms=_terms,
         bytes_moved=_bytes_moved,
+        draw_options=_draw_options((1e-5, 1e-12, 0.0)),
     )
 )
 registry.register(
@@ -507,6 +521,7 @@ registry.register(
         condition=_condition(centred=False),
         terms=_terms,
         bytes_moved=_bytes_moved,
+        draw_options=_draw_options((None, 1e-6, 1e-12, 0.0), offset=True),
         defaults=lambda kwargs: {"eps": _default_eps(kwargs["input"].dtype)} if kwargs.get("eps") is None else {},
     )
 )
