@@ -163,6 +163,8 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, no
             values = _misaligned(values)
         elif case.layout == "rows_strided" and main:
             values = _in_wider(values, -max(case.normalized, 1), 0, 8)
+        elif case.layout == "strided_parameters" and not main:
+            values = lay_out(values, Memory(step=2))
         elif case.layout == "transposed" and main:
             values = _transposed(values)
         kwargs[name] = values.requires_grad_()

@@ -21,7 +21,7 @@ namespace fusedops::cpu {
 namespace {
 
 constexpr int64_t kGrain = 16384;                // elements that are worth a thread
-constexpr int64_t kSumBlock = 1024;              // columns summed in fp32
+constexpr int64_t kSumLength = 32;               // terms a lane adds up before its sum goes on in double
 constexpr int64_t kMinRows = 16, kMaxRows = 64;  // rows of a block of dweight and dbias
 constexpr int64_t kColumns = 256;                // columns finished together
 
@@ -79,12 +79,25 @@ FUSEDOPS_ISA_INLINE const typename Lanes<T>::acc_t* widen_row(const T* row, int6
   }
 }
 
+// A sum of doubles that keeps what each addition rounds away (Neumaier, 1974): fp64 rows have no wider type to add in.
+struct Sum {
+  double sum = 0, rest = 0;
+
+  FUSEDOPS_ISA_INLINE void add(double x) {
+    const double next = sum + x;
+    rest += std::abs(sum) >= std::abs(x) ? (sum - next) + x : (x - next) + sum;
+    sum = next;
+  }
+  FUSEDOPS_ISA_INLINE double value() const { return std::isfinite(sum) ? sum + rest : sum; }
+};
+
 // Two row sums of what f(column, access, sum_a, sum_b) adds up.
 template <class V, int kLanes, class F>
 FUSEDOPS_ISA_INLINE void sum_row(int64_t hidden, double& a, double& b, const F& f) {
-  a = b = 0;
-  for (int64_t begin = 0; begin < hidden; begin += kSumBlock) {
-    const int64_t end = std::min(hidden, begin + kSumBlock);
+  constexpr int64_t kBlock = kSumLength * 2 * kLanes;
+  Sum total_a, total_b;
+  for (int64_t begin = 0; begin < hidden; begin += kBlock) {
+    const int64_t end = std::min(hidden, begin + kBlock);
     V sums_a[2] = {}, sums_b[2] = {};  // two of each hide the adder's latency
     int64_t i = begin;
     for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
@@ -92,9 +105,11 @@ FUSEDOPS_ISA_INLINE void sum_row(int64_t hidden, double& a, double& b, const F& 
       f(i + kLanes, Whole(), sums_a[1], sums_b[1]);
     }
     for_columns<kLanes>(i, end, [&](int64_t col, auto access) { f(col, access, sums_a[0], sums_b[0]); });
-    a += sum_lanes(sums_a[0] + sums_a[1]);
-    b += sum_lanes(sums_b[0] + sums_b[1]);
+    total_a.add(sum_lanes(sums_a[0] + sums_a[1]));
+    total_b.add(sum_lanes(sums_b[0] + sums_b[1]));
   }
+  a = total_a.value();
+  b = total_b.value();
 }
 
 // A [hidden] parameter as acc_t (plus an offset), and null for one that is absent.

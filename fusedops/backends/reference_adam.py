@@ -137,7 +137,7 @@ def grad_norm(grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Ten
     if not grads:
         raise ValueError("grad_norm: grads: expected at least one tensor, got none")
     dtype = _scalar_dtype(grads[0].device)
-    norms = torch.stack([_full(torch.linalg.vector_norm(g, dtype=dtype)) for g in grads])
+    norms = torch.stack([_full(_norm(g, dtype)) for g in grads])
     if found_inf is not None:
         largest = torch.stack(
             [_full(torch.linalg.vector_norm(g, float("inf")).to(dtype)) for g in grads if g.numel()] or [norms[0]]
@@ -147,6 +147,11 @@ def grad_norm(grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Ten
     if grad_scale is not None:
         norm = norm / grad_scale.reshape(())
     return norm.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32).reshape(1)
+
+
+def _norm(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of one gradient; PyTorch's vector_norm adds up in a row, which fp64 results would show."""
+    return g.square().sum().sqrt() if g.dtype is torch.float64 else torch.linalg.vector_norm(g, dtype=dtype)
 
 
 def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:

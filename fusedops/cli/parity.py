@@ -12,8 +12,8 @@ import torch
 
 from .. import backends, testing
 from ..config import BACKENDS
-from ..registry import OPS, Case, OpSpec, short
-from . import parse_device
+from ..registry import OPS, OPTIMS, Case, OpSpec, short
+from . import fuzz, parse_device
 
 _HEAD = ("op", "dtypes", "backend", "cells", "output ULP", "torch's", "gradient ULP", "torch's", "of the bound", "")
 _FOOT = (
@@ -26,14 +26,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     parser = subparsers.add_parser("parity", help="check every op against plain torch in float64", description=__doc__)
     add = parser.add_argument
-    add("--op", type=_listed(OPS), help=f"any of {', '.join(OPS)} (default: all)")
+    add("--op", type=_listed([*OPS, *OPTIMS]), help=f"any of {', '.join(OPS)}; with --fuzz {', '.join(OPTIMS)} as well")
     add("--backend", type=_listed(BACKENDS), help=f"any of {', '.join(BACKENDS)} (default: all that run here)")
     add("--device", type=parse_device, help="default: the GPU if there is one")
     add("--full", action="store_true", help="every case, not the quick selection")
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
+    fuzz.add_arguments(parser)
 
 
-def _listed(choices: Sequence[str] | dict[str, OpSpec]) -> Callable[[str], list[str]]:
+def _listed(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a parser of comma-separated choices."""
 
     def parse(text: str) -> list[str]:
@@ -84,6 +85,13 @@ def _number(value: float) -> str:
 def run(args: argparse.Namespace) -> int:
     """Check and print; 1 when a cell is wrong or a backend that was asked for can't run."""
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.case:
+        return fuzz.run_case(args.case, device)
+    if args.fuzz is not None:
+        return fuzz.run(args, device)
+    if optimizers := [name for name in args.op or () if name not in OPS]:
+        print(f"{', '.join(optimizers)}: optimizers are checked by --fuzz and by the tests")
+        return 2
     absent = {name: reason for name, reason in backends.backends(device.type).items() if reason}
     names = args.backend or [name for name in BACKENDS if name not in absent]
     rows: dict[tuple[str, str, str], Row] = {}

@@ -152,17 +152,17 @@ def _draw_shape(random: Random, cell: Cell, width: int, size: Size, large: bool)
     elif random.random() < 0.02:
         rows = 0
     else:
-        rows = _log_uniform(random, 1, max(1, min(size.rows, size.elements // width)))
-    lead = () if rows == 1 and random.random() < 0.3 else _factors(random, rows, random.randint(1, 3))
+        rows = log_uniform(random, 1, max(1, min(size.rows, size.elements // width)))
+    lead = () if rows == 1 and random.random() < 0.3 else factors(random, rows, random.randint(1, 3))
     if not cell.normalizes:
         return (*lead, width), 0
-    tail = _factors(random, width, random.choice((1, 1, 1, 2, 3)))
+    tail = factors(random, width, random.choice((1, 1, 1, 2, 3)))
     return (*lead, *tail), len(tail)
 
 
 def _draw_width(random: Random) -> int:
     """Draw from all sizes alike; near powers of two and at multiples of 8 kernels change their ways."""
-    width = _log_uniform(random, 1, 2**20)
+    width = log_uniform(random, 1, 2**20)
     kind = random.randrange(4)
     if kind == 0:
         return width
@@ -171,12 +171,13 @@ def _draw_width(random: Random) -> int:
     return max(1, 2 ** (width.bit_length() - 1) + random.choice((-1, 0, 0, 1)))
 
 
-def _log_uniform(random: Random, low: int, high: int) -> int:
+def log_uniform(random: Random, low: int, high: int) -> int:
+    """Draw an integer of [low, high] whose logarithm is uniform."""
     return min(high, max(low, round(math.exp(random.uniform(math.log(low), math.log(high))))))
 
 
-def _factors(random: Random, number: int, parts: int) -> tuple[int, ...]:
-    """Write a number as a product of so many factors, in no order."""
+def factors(random: Random, number: int, parts: int) -> tuple[int, ...]:
+    """Write a number as a product of so many factors, in any order."""
     found = []
     for _ in range(parts - 1):
         divisors = [d for d in range(1, 65) if number % d == 0] if number else [1, 3]
@@ -190,7 +191,12 @@ def _factors(random: Random, number: int, parts: int) -> tuple[int, ...]:
 def _draw_memory(random: Random, names: tuple[str, ...]) -> dict[str, Memory]:
     """Give at least one tensor an unusual place."""
     chosen = [name for name in names if random.random() < 0.5] or [random.choice(names)]
-    return {name: random.choice(_MEMORIES)(random) for name in chosen}
+    return {name: draw_memory(random) for name in chosen}
+
+
+def draw_memory(random: Random) -> Memory:
+    """Draw an unusual place of a tensor."""
+    return random.choice(_MEMORIES)(random)
 
 
 def _offset(random: Random) -> int:

@@ -316,6 +316,11 @@ def _rows(tensor: Tensor, hidden: int) -> Tensor:
     return _in_memory(flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous())
 
 
+def _flat(parameter: Tensor, hidden: int) -> Tensor:
+    """View as (hidden), copying where elements are not next to each other: kernels know no stride of a parameter."""
+    return _in_memory(parameter.reshape(hidden).contiguous())
+
+
 def _in_memory(tensor: Tensor) -> Tensor:
     """Write out what memory does not hold: the sign of a negative view, the zeros of a tensor that stands for them."""
     if torch.compiler.is_compiling():
@@ -332,7 +337,7 @@ def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = [None if p is None else _in_memory(p.reshape(hidden)) for p in (weight, bias)]
+        flat = [None if p is None else _flat(p, hidden) for p in (weight, bias)]
         y: Tensor = _LayerNorm.apply(module, _rows(input, hidden), *flat, eps, dtype)
         return y.view(input.shape)
 
@@ -346,7 +351,7 @@ def _wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = None if weight is None else _in_memory(weight.reshape(hidden))
+        flat = None if weight is None else _flat(weight, hidden)
         y: Tensor = _RMSNorm.apply(module, _rows(input, hidden), flat, eps, weight_offset, dtype)
         return y.view(input.shape)
 

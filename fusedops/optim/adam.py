@@ -201,7 +201,8 @@ def _condition(
     if not group["decoupled_weight_decay"]:
         grad = grad + decay * weight
     exp_avg = beta1 * before["exp_avg"].abs() + (1 - beta1) * grad
-    exp_avg_sq = beta2 * before["exp_avg_sq"] + (1 - beta2) * grad**2
+    # Squaring doubles what the gradient lost on its way here: to the decay, the scale, the clipping.
+    exp_avg_sq = beta2 * before["exp_avg_sq"] + 2 * (1 - beta2) * grad**2
     root = after.get("max_exp_avg_sq", after["exp_avg_sq"])
     denominator = (root / (1 - beta2 ** after["step"])).sqrt() + group["eps"]
     step_size = lr / (1 - beta1 ** after["step"])

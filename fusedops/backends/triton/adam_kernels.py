@@ -139,7 +139,9 @@ def _update_chunk(
         v = _load(exp_avg_sq, at, mask)
         g = tl.where(l2 != 0.0, g + l2 * p, g)
         p = p * decay
-        m = m + beta1_weight * (g - m)
+        # torch's lerp: from the nearer end, so that beta1 = 0 gives exactly g.
+        gap = g - m
+        m = tl.where(beta1_weight < 0.5, m + beta1_weight * gap, g - (1.0 - beta1_weight) * gap)
         v = v * beta2 + beta2_weight * g * g
         largest = v
         if AMSGRAD:

@@ -1,0 +1,233 @@
+"""Many drawn cases, cell by cell, each named so that it can be made again.
+
+The n-th case of a cell depends on its name alone: the cell, the sweep's seed and n. Six of ten are irregular in memory,
+one of ten is large, one of ten runs forward alone. Cases of a backend that compiles a kernel for each kind of call are
+drawn around a few variants a cell, each kept to one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from .. import backends
+from ..registry import OPS, OPTIMS, OpSpec, OptimSpec
+from . import draw, optimizers
+from . import run as runs
+from .run import Found
+
+VARIANTS = 8  # of a cell, for backends that compile
+_COMPILED = (("triton", "cuda"),)
+_INTERPRETED = (("triton", "cpu"),)
+_SIZES = {"cuda": draw.Size(elements=2**20, rows=2**18)}
+_CPU, _TINY = draw.Size(elements=2**17, rows=2**17), draw.Size(elements=2**11, rows=8, width=2**13)
+_MESSAGES = 5  # failures of a cell that are told in full
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cell and how its cases are made.
+
+    Attributes:
+        cell: of an op or an optimizer.
+        device: where its cases run.
+        size: how large they are.
+        large_every: one of so many cases is large; 0: none.
+    """
+
+    cell: draw.Cell | optimizers.OptimCell
+    device: str
+    size: draw.Size
+    large_every: int
+
+    def attempt(self, seed: int, number: int) -> Found | None:
+        """Make, run and judge a case; None where the draw could not be judged."""
+        name = f"{self.cell.name}/{seed}/{number}"
+        random = Random(name)
+        irregular = (number + number // 10) % 5 < 3
+        large = self.large_every > 0 and number % self.large_every == self.large_every - 1
+        if isinstance(self.cell, optimizers.OptimCell):
+            return optimizers.run(random, self.cell, self.device, self.size.elements, irregular, large)
+        compiled = (self.cell.backend, torch.device(self.device).type) in _COMPILED
+        source = Random(f"{self.cell.name}/{seed}/{irregular}/{number % VARIANTS}") if compiled else random
+        variant = draw.draw_variant(source, self.cell, self.device, self.size, irregular)
+        if variant is None:
+            return None
+        drawn = draw.draw(random, self.cell, variant, self.device, self.size, large=large)
+        if number % 10 == 4:
+            drawn = draw.Drawn(drawn.case, (), drawn.seed)
+        return runs.run(self.cell, drawn, self.device)
+
+
+@dataclass
+class Tally:
+    """What was tried in a cell.
+
+    Attributes:
+        cell: its name.
+        forward: cases whose output was judged; of an optimizer, its steps' runs.
+        backward: cases whose gradients were judged.
+        irregular: cases with a tensor that was not contiguous or not at a multiple of 16 bytes.
+        large: cases with an input of at least 16 MiB.
+        worst: largest error over its bound.
+        failures: names of the cases that failed.
+    """
+
+    cell: str
+    forward: int = 0
+    backward: int = 0
+    irregular: int = 0
+    large: int = 0
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, found: Found) -> None:
+        """Count a case."""
+        self.forward += 1
+        self.backward += found.backward
+        self.irregular += found.irregular
+        self.large += found.large
+        self.worst = max(self.worst, found.ratio)
+
+
+def targets(
+    device: str,
+    names: Iterable[str] | None = None,
+    chosen: Sequence[str] | None = None,
+    specs: Mapping[str, OpSpec | OptimSpec] | None = None,
+    large_every: int | None = None,
+) -> list[Target]:
+    """List every cell that can be served on a device.
+
+    Args:
+        device: where the cases will run.
+        names: ops and optimizers; None: all.
+        chosen: backends; None: all that run there.
+        specs: the records; None: those of the registry.
+        large_every: one of so many cases is large; None: 10 on a GPU, 100 on a CPU.
+    """
+    specs = {**OPS, **OPTIMS} if specs is None else specs
+    kind = torch.device(device).type
+    running = [name for name, reason in backends.backends(kind).items() if reason is None]
+    found = []
+    for spec, backend in itertools.product(specs.values(), running):
+        if (names is not None and spec.name not in names) or (chosen is not None and backend not in chosen):
+            continue
+        interpreted = (backend, kind) in _INTERPRETED
+        size = _TINY if interpreted else _SIZES.get(kind, _CPU)
+        every = 0 if interpreted else large_every if large_every is not None else 10 if kind == "cuda" else 100
+        for cell in _cells(spec, backend, device, size):
+            found.append(Target(cell, device, size, every))
+    return found
+
+
+def _cells(
+    spec: OpSpec | OptimSpec, backend: str, device: str, size: draw.Size
+) -> Iterator[draw.Cell | optimizers.OptimCell]:
+    if isinstance(spec, OptimSpec):
+        mixes = (optimizers.OptimCell(spec, backend, *mix) for mix in optimizers.MIXES)
+        yield from (cell for cell in mixes if cell.refused(device) is None)
+    else:
+        cells = (draw.Cell(spec, backend, *mix) for mix in draw.MIXES)
+        yield from (cell for cell in cells if draw.draw_variant(Random(0), cell, device, size, False))
+
+
+def find(name: str, device: str) -> tuple[Target, int, int]:
+    """Return the target, the seed and the number of a case's name.
+
+    Raises:
+        ValueError: no case of that name can run on the device.
+    """
+    cell, _, rest = name.rstrip("/").rpartition("/")
+    cell, _, seed = cell.rpartition("/")
+    for target in targets(device, [name.partition("/")[0]]):
+        if target.cell.name == cell and seed.isdigit() and rest.isdigit():
+            return target, int(seed), int(rest)
+    raise ValueError(f"case: expected op/backend/dtypes/seed/number that runs on {device}, got {name!r}")
+
+
+@dataclass
+class Sweep:
+    """The results of a sweep or of one shard of it."""
+
+    tallies: dict[str, Tally]
+    messages: list[str] = field(default_factory=list)
+    complete: bool = True
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        """How many cases were judged."""
+        return sum(tally.forward for tally in self.tallies.values())
+
+    @property
+    def failures(self) -> list[str]:
+        """The names of all cases that failed."""
+        return [name for tally in self.tallies.values() for name in tally.failures]
+
+    def write(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Write one line for the run and one for each cell."""
+        run = {"kind": "run", **facts, "cases": self.cases, "complete": self.complete, "seconds": round(self.seconds)}
+        lines = [run, *({"kind": "cell", **asdict(tally)} for tally in self.tallies.values() if tally.forward)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def sweep(
+    cells: Sequence[Target], seed: int, per_cell: int, *, shard: tuple[int, int] = (0, 1), seconds: float = math.inf
+) -> Sweep:
+    """Run so many cases of each cell, all cells in turn.
+
+    Args:
+        cells: from ``targets``.
+        seed: another seed, other cases.
+        per_cell: cases of each cell, over all shards.
+        shard: (i, n): this process runs the i-th of n parts.
+        seconds: stop by then.
+    """
+    begun = time.monotonic()
+    result = Sweep({target.cell.name: Tally(target.cell.name) for target in cells})
+    part, parts = shard
+    for number in range(per_cell):
+        for place, target in enumerate(cells):
+            if (place * VARIANTS + number % VARIANTS) % parts != part:
+                continue
+            result.seconds = time.monotonic() - begun
+            if result.seconds > seconds:
+                result.complete = False
+                return result
+            if not _count(result, target, seed, number):
+                result.complete = False
+                return result
+    result.seconds = time.monotonic() - begun
+    return result
+
+
+def _count(result: Sweep, target: Target, seed: int, number: int) -> bool:
+    """Try a case; return whether the device can go on."""
+    name, tally, alive = f"{target.cell.name}/{seed}/{number}", result.tallies[target.cell.name], True
+    problem: str | None
+    try:
+        found = target.attempt(seed, number)
+        if found is None:
+            return True
+        tally.add(found)
+        problem = found.problem
+    except Exception as error:  # a crash is a failure, and the others are still worth knowing
+        problem = f"{type(error).__name__}: {error}"
+        alive = "CUDA error" not in problem  # which no later call of this process survives
+    if problem is not None:
+        tally.failures.append(name)
+        if len(tally.failures) <= _MESSAGES:
+            again = f"fusedops parity --case {name} --device {torch.device(target.device).type}"
+            result.messages.append(f"{again}\n  {problem}")
+    return alive
