@@ -17,7 +17,15 @@ import torch
 from .dispatch import Call
 
 # How tensors lie in memory, and what the numbers look like; ``fusedops.testing`` makes them.
-LAYOUTS = ("contiguous", "rows_strided", "transposed", "misaligned", "expanded_grad", "strided_grad", "strided_parameters")
+LAYOUTS = (
+    "contiguous",
+    "rows_strided",
+    "transposed",
+    "misaligned",
+    "expanded_grad",
+    "strided_grad",
+    "strided_parameters",
+)
 VALUES = ("normal", "large_mean", "tiny_spread", "constant_rows", "huge", "subnormal", "inf_nan_rows")
 
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", None: "none"}

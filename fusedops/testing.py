@@ -371,9 +371,10 @@ def compare(
     if baseline is not None:
         own = torch.where(unspecified, 0.0, _error(baseline.detach().to(want.device).double(), want, dtype)) / shown
     at = [t.flatten()[worst] for t in (share, got, want, bound)]  # read back together: on a GPU each read is a wait
-    ratio, *values, ulps, torch_ulps, place = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
-    index = torch.unravel_index(torch.tensor(int(place), device="cpu"), want.shape)
-    return Comparison(name, ratio, tuple(int(i) for i in index), *values, ulps, torch_ulps)
+    read = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
+    index = torch.unravel_index(torch.tensor(int(read.pop()), device="cpu"), want.shape)
+    keys = ("ratio", "got", "want", "bound", "ulps", "torch_ulps")
+    return Comparison(name, index=tuple(int(i) for i in index), **dict(zip(keys, read, strict=True)))
 
 
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:

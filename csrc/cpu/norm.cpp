@@ -1,6 +1,7 @@
 // LayerNorm and RMSNorm on the CPU, forward and backward. Formulas: csrc/cuda/norm_fwd.cuh and norm_bwd.cuh.
 //
-// The variance is the corrected two-pass one (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983).
+// The variance is the corrected two-pass one (Chan, Golub, LeVeque, "Algorithms for computing the sample variance",
+// 1983).
 // Sums along a row are fp32 vectors over blocks of columns and double from block to block; dweight and dbias are fp32
 // over a block of rows and double from block to block. Blocks depend on the shape alone, so results do not depend on
 // the number of threads.

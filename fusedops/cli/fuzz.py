@@ -70,8 +70,8 @@ def report(result: Sweep, cells: list[Target]) -> int:
     irregular, large = sum(t.irregular for t in tallies), sum(t.large for t in tallies)
     worst = max(tallies, key=lambda t: t.worst)
     print(
-        f"{result.cases} cases in {result.seconds:.0f} s: {irregular} not contiguous or misaligned, {large} of 16 MiB or "
-        f"more; worst {100 * worst.worst:.0f} % of the bound ({worst.cell}); {len(result.failures)} failed"
+        f"{result.cases} cases in {result.seconds:.0f} s: {irregular} not contiguous or misaligned, {large} of 16 MiB "
+        f"or more; worst {100 * worst.worst:.0f} % of the bound ({worst.cell}); {len(result.failures)} failed"
     )
     if not result.complete:
         print("The sweep stopped before its end.")

@@ -52,6 +52,16 @@ class Cell:
         return f"{self.spec.name}/{self.backend}/{short(self.input)}-{short(self.output)}"
 
     @functools.cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The arguments of the op's function."""
+        return inspect.signature(self.spec.function).parameters
+
+    @property
+    def converts(self) -> bool:
+        """Whether the caller names the output's dtype."""
+        return "out_dtype" in self.parameters
+
+    @functools.cached_property
     def normalizes(self) -> bool:
         """Whether the op works over trailing dimensions that the caller names."""
         return any(case.normalized for case in self.spec.cases("quick"))
@@ -95,7 +105,7 @@ def draw_variant(random: Random, cell: Cell, device: str, size: Size, irregular:
         memory = _draw_memory(random, (*dtypes, "grad")) if irregular else {}
         variant = Variant(dtypes, min(_draw_width(random), size.width), wanted, memory)
         shape = (1, variant.width)
-        case = Case(shape, int(cell.normalizes), dtypes, cell.output)
+        case = Case(shape, int(cell.normalizes), dtypes, cell.output if cell.converts else None)
         if testing.refused(cell.spec, case, cell.backend, device) is None:
             return variant
     return None
@@ -117,7 +127,7 @@ def draw(random: Random, cell: Cell, variant: Variant, device: str, size: Size, 
         shape,
         normalized,
         variant.dtypes,
-        out_dtype=cell.output if cell.output is not cell.input or random.random() < 0.5 else None,
+        out_dtype=cell.output if cell.converts and (cell.output is not cell.input or random.random() < 0.5) else None,
         options=dict(cell.spec.draw_options(random, frozenset(variant.dtypes))),
         values=random.choice([v for v in ("normal", *VALUES) if _testable(cell, device, v)]),
         memory=variant.memory,
@@ -135,11 +145,10 @@ def _testable(cell: Cell, device: str, values: str) -> bool:
 
 def _draw_dtypes(random: Random, cell: Cell) -> dict[str, torch.dtype]:
     """Give arguments dtypes: often all the input's or all fp32, else each its own. Optional ones may be left out."""
-    parameters = inspect.signature(cell.spec.function).parameters
     common = random.choice((cell.input, torch.float32, None))
     dtypes = {"input": cell.input}
     for name in cell.spec.grads:
-        if name == "input" or (parameters[name].default is None and random.random() < 0.2):
+        if name == "input" or (cell.parameters[name].default is None and random.random() < 0.2):
             continue
         dtypes[name] = torch.float64 if cell.input is torch.float64 else common or random.choice(_NARROW)
     return dtypes

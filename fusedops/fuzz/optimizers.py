@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from random import Random
@@ -96,7 +95,9 @@ def run(random: Random, cell: OptimCell, device: str, elements: int, irregular: 
         optimizer.grad_scale, optimizer.found_inf = (torch.full((), v, device=device) for v in (scale, 0.0))
     judged, tensors = [], [p.detach() for p in params]
     for _ in range(random.randint(1, 3)):
-        size = (scale or 1.0) * 10 ** (random.uniform(-2, 0) if _F16 in (cell.param, cell.state) else random.uniform(-4, 3))
+        size = (scale or 1.0) * 10 ** (
+            random.uniform(-2, 0) if _F16 in (cell.param, cell.state) else random.uniform(-4, 3)
+        )
         for p, place in zip(params, places, strict=True):
             place = Numbers(place.shape, _draw_place(random, irregular, expand=True))
             p.grad = None if random.random() < 0.1 and len(params) > 1 else tensor(place, size)
@@ -150,4 +151,8 @@ def _draw_options(random: Random, cell: OptimCell, spread: float) -> dict[str, A
     if random.random() < 0.3:
         options["lr"] = torch.tensor(options["lr"])
     options |= random.choice(cell.spec.options)
-    return {**options, "master_weights": cell.master, "state_dtype": cell.state if cell.state is not cell.param else None}
+    return {
+        **options,
+        "master_weights": cell.master,
+        "state_dtype": cell.state if cell.state is not cell.param else None,
+    }

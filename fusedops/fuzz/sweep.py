@@ -137,8 +137,11 @@ def _cells(
         mixes = (optimizers.OptimCell(spec, backend, *mix) for mix in optimizers.MIXES)
         yield from (cell for cell in mixes if cell.refused(device) is None)
     else:
-        cells = (draw.Cell(spec, backend, *mix) for mix in draw.MIXES)
-        yield from (cell for cell in cells if draw.draw_variant(Random(0), cell, device, size, False))
+        for cell in (draw.Cell(spec, backend, *mix) for mix in draw.MIXES):
+            if not cell.converts and cell.input is not cell.output:
+                continue
+            if draw.draw_variant(Random(0), cell, device, size, irregular=False):
+                yield cell
 
 
 def find(name: str, device: str) -> tuple[Target, int, int]:
@@ -183,7 +186,13 @@ class Sweep:
 
 
 def sweep(
-    cells: Sequence[Target], seed: int, per_cell: int, *, shard: tuple[int, int] = (0, 1), seconds: float = math.inf
+    cells: Sequence[Target],
+    seed: int,
+    per_cell: int,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    seconds: float = math.inf,
+    until_failure: bool = False,
 ) -> Sweep:
     """Run so many cases of each cell, all cells in turn.
 
@@ -193,6 +202,7 @@ def sweep(
         per_cell: cases of each cell, over all shards.
         shard: (i, n): this process runs the i-th of n parts.
         seconds: stop by then.
+        until_failure: stop at the first case that fails.
     """
     begun = time.monotonic()
     result = Sweep({target.cell.name: Tally(target.cell.name) for target in cells})
@@ -205,7 +215,7 @@ def sweep(
             if result.seconds > seconds:
                 result.complete = False
                 return result
-            if not _count(result, target, seed, number):
+            if not _count(result, target, seed, number) or (until_failure and result.failures):
                 result.complete = False
                 return result
     result.seconds = time.monotonic() - begun

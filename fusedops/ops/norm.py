@@ -422,7 +422,9 @@ def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Calla
     return cases
 
 
-def _draw_options(eps: tuple[float | None, ...], offset: bool = False) -> Callable[[Random, frozenset[str]], dict[str, Any]]:
+def _draw_options(
+    eps: tuple[float | None, ...], offset: bool = False
+) -> Callable[[Random, frozenset[str]], dict[str, Any]]:
     def draw(random: Random, given: frozenset[str]) -> dict[str, Any]:
         options = {"eps": random.choice((*eps, 10 ** random.uniform(-12, 0)))}
         if offset and "weight" in given and random.random() < 0.5:
@@ -470,7 +472,9 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
         return {
             "output": torch.where(outside, math.inf, w.abs() * (x.abs().amax(dims, keepdim=True) + tiny) * rstd + y),
             "input": torch.where(outside, math.inf, dx),
-            "weight": torch.where(outside, math.inf, dweight).sum(rows) if rows else torch.where(outside, math.inf, dweight),
+            "weight": torch.where(outside, math.inf, dweight).sum(rows)
+            if rows
+            else torch.where(outside, math.inf, dweight),
             "bias": dy.abs().sum(rows) if rows else dy.abs(),
         }
 
