@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import dispatch, registry
 from ..config import CONFIG
@@ -17,6 +20,8 @@ from ..dispatch import Choice
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 # Tensor types our kernels may see; any other subclass (DTensor, quantised weights) takes plain PyTorch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
+# What stands for them while torch.export runs our Python.
+_TRACED_TYPES = _PLAIN | {FakeTensor, FunctionalTensor}
 _forward_ad = torch.autograd.forward_ad
 _tracing_state = torch._C._get_tracing_state
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -61,12 +66,14 @@ def choose(
     """Return what serves this call: one dict hit when its like was seen before.
 
     Pointers and strides are not part of the key: alignment is the launcher's business. Rows count by powers of two.
-    What no kernel knows of (tensor subclasses, functorch transforms, forward-mode AD, torch.jit.trace) takes plain
-    PyTorch.
+    What no kernel knows of (tensor subclasses, nested tensors, functorch transforms, forward-mode AD, torch.jit.trace)
+    takes plain PyTorch, compiled or not.
     """
     if torch.compiler.is_compiling():
+        types = (type(input), *[type(t) for t in others])
         dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
-        key = _choose_compiling(op, input.device.type, dtypes, dispatch.forced_backend(op, backend))
+        device = input.device
+        key = _choose_compiling(op, device.type, device.index, types, dtypes, dispatch.forced_backend(op, backend))
         found: Choice = getattr(_traced, key)
         return found
     if (
@@ -77,6 +84,8 @@ def choose(
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
         return _plain(op)
+    if input.is_nested:
+        return _by_component(op, (input, *others), shape, out_dtype)
     key = (op, backend, out_dtype, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
@@ -90,6 +99,30 @@ def _plain(op: str) -> Choice:
     return Choice("reference", registry.OPS[op].reference)
 
 
+def _by_component(
+    op: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], out_dtype: torch.dtype
+) -> Choice:
+    """Serve nested tensors of the strided layout, for which PyTorch lacks most functions, component by component."""
+    spec = registry.OPS[op]
+
+    def components(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        return zip(*(a.unbind() if _is_nested(a) else repeat(a) for a in arguments), strict=False)
+
+    def run(*arguments: Any) -> Any:
+        outputs = [spec.reference(*some) for some in components(arguments)]
+        if outputs and isinstance(outputs[0], tuple):
+            return tuple(map(torch.nested.as_nested_tensor, map(list, zip(*outputs, strict=True))))
+        return torch.nested.as_nested_tensor(outputs)
+
+    for some in components(tensors):
+        spec.describe(some[0], shape, *some[1:], out_dtype=out_dtype)  # checks them
+    return Choice("reference", run, checks_arguments=True)
+
+
+def _is_nested(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.is_nested
+
+
 class _Traced:
     """What traced code calls: an attribute a key of _choose_compiling (Dynamo can burn in a string, not a function).
 
@@ -101,14 +134,25 @@ _traced = _Traced()
 
 
 @torch.compiler.assume_constant_result
-def _choose_compiling(op: str, device_type: str, dtypes: tuple[torch.dtype | None, ...], forced: str | None) -> str:
-    """Choose while Dynamo traces; it guards on the arguments. Sizes are left out, so that none is specialised."""
-    if CONFIG.disabled:
+def _choose_compiling(
+    op: str,
+    device_type: str,
+    device_index: int | None,
+    types: tuple[type, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    forced: str | None,
+) -> str:
+    """Choose while Dynamo traces; it guards on the arguments and on the transforms in force.
+
+    Sizes are left out, so that none is specialised.
+    """
+    transformed = _are_transforms_active() or _forward_ad._current_level >= 0
+    if CONFIG.disabled or transformed or not _TRACED_TYPES.issuperset(types):
         choice = _plain(op)
     else:
         tensors = [None if d is None else torch.empty(1, dtype=d, device="meta") for d in dtypes[:-1]]
         call = registry.OPS[op].describe(tensors[0], (1,), *tensors[1:], out_dtype=dtypes[-1])
-        index = torch.cuda.current_device() if device_type == "cuda" else -1
+        index = -1 if device_index is None else device_index
         call = replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True)
         choice = dispatch.select(call, forced)
     key = f"{op} on {choice.backend}"
