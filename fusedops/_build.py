@@ -146,11 +146,12 @@ def load_native() -> ModuleType | None:
     return _load()[0]
 
 
-def native_problem(device_type: str = "cpu") -> str | None:
-    """Say why the native kernels cannot run on a type of device, None when they can.
+def native_problem(device_type: str = "cpu", index: int | None = None) -> str | None:
+    """Say why the native kernels cannot run on a device, None when they can.
 
     Args:
-        device_type: "cpu" or "cuda". For "cuda" the current device's architecture is looked at.
+        device_type: "cpu" or "cuda".
+        index: of the CUDA device, whose architecture is looked at; None: of any that is visible.
 
     Returns:
         The reason as one clause, or None.
@@ -167,8 +168,9 @@ def native_problem(device_type: str = "cpu") -> str | None:
         return f"the native kernels have no CUDA part: {stamp['why_no_cuda']}"
     if not torch.cuda.is_available():
         return "no CUDA GPU is visible to torch"
-    capability = torch.cuda.get_device_capability()
-    if not covers(stamp["archs"], capability):
-        gpu = f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}"
-        return f"the native kernels were built for {' '.join(stamp['archs'])}, {gpu}; to rebuild: {rebuild_command()}"
-    return None
+    gpus = range(torch.cuda.device_count()) if index is None else [index]
+    capabilities = {gpu: torch.cuda.get_device_capability(gpu) for gpu in gpus}
+    if any(covers(stamp["archs"], capability) for capability in capabilities.values()):
+        return None
+    found = ", ".join(f"{torch.cuda.get_device_name(i)} is sm_{major}{minor}" for i, (major, minor) in capabilities.items())
+    return f"the native kernels were built for {' '.join(stamp['archs'])}, {found}; to rebuild: {rebuild_command()}"

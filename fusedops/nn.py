@@ -1,10 +1,10 @@
 """Modules: subclasses of PyTorch's own, with the same constructors and state dicts.
 
 ``out_dtype`` is a class attribute, so that ``fusedops.patch`` can turn an existing instance into one of these.
+``torch.jit.script`` compiles plain PyTorch with the same numbers (TorchScript knows neither our dispatch nor autocast).
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: TorchScript reads the annotations of attributes as objects.
 from typing import Any
 
 import torch
@@ -29,7 +29,14 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (..., *normalized_shape)."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=self.out_dtype)
+        if torch.jit.is_scripting():
+            wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+            weight = None if self.weight is None else self.weight.to(wide)
+            bias = None if self.bias is None else self.bias.to(wide)
+            y = torch.nn.functional.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps)
+            return y.to(input.dtype if self.out_dtype is None else self.out_dtype)
+        else:  # TorchScript leaves out only what is in an else
+            return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=self.out_dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -48,4 +55,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (..., *normalized_shape)."""
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps, out_dtype=self.out_dtype)
+        if torch.jit.is_scripting():
+            wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+            weight = None if self.weight is None else self.weight.to(wide)
+            y = torch.nn.functional.rms_norm(input.to(wide), self.normalized_shape, weight, self.eps)
+            return y.to(input.dtype if self.out_dtype is None else self.out_dtype)
+        else:  # TorchScript leaves out only what is in an else
+            return rms_norm(input, self.normalized_shape, self.weight, self.eps, out_dtype=self.out_dtype)

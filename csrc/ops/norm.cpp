@@ -20,9 +20,11 @@ using OptDtype = std::optional<at::ScalarType>;
 
 namespace {
 
+const char* name_of(bool rms) { return rms ? "rms_norm" : "layer_norm"; }
+
 // ---- checks ---------------------------------------------------------------------------------------------------
 
-DType dtype_code(const char* name, at::ScalarType dtype) {
+DType dtype_code(const Arg& name, at::ScalarType dtype) {
   TORCH_CHECK_NOT_IMPLEMENTED(is_float_dtype(dtype), name,
                               ": expected dtype float32, float16, bfloat16 or float64, got ", dtype);
   return dtype_of(dtype);
@@ -30,16 +32,16 @@ DType dtype_code(const char* name, at::ScalarType dtype) {
 
 at::ScalarType stats_dtype(at::ScalarType input_dtype) { return input_dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
-void check_shape(const Tensor& input, at::SymIntArrayRef normalized_shape) {
+void check_shape(const char* op, const Tensor& input, at::SymIntArrayRef normalized_shape) {
   const auto sizes = input.sym_sizes();
   const auto dims = normalized_shape.size();
-  TORCH_CHECK_VALUE(dims >= 1, "normalized_shape: expected at least one dimension, got an empty shape");
-  TORCH_CHECK_VALUE(sizes.size() >= dims && sizes.slice(sizes.size() - dims) == normalized_shape,
-                    "input: expected a shape that ends in normalized_shape ", normalized_shape, ", got ", sizes);
+  TORCH_CHECK_VALUE(dims >= 1, op, ": normalized_shape: expected at least one dimension, got an empty shape");
+  TORCH_CHECK_VALUE(sizes.size() >= dims && sizes.slice(sizes.size() - dims) == normalized_shape, op,
+                    ": input: expected a shape that ends in normalized_shape ", normalized_shape, ", got ", sizes);
 }
 
 // A parameter, or anything else of one row's shape: where it must live and how it must look.
-void check_param(const char* name, const OptTensor& param, const Tensor& input, at::SymIntArrayRef normalized_shape) {
+void check_param(const Arg& name, const OptTensor& param, const Tensor& input, at::SymIntArrayRef normalized_shape) {
   if (!param || !param->defined()) return;
   TORCH_CHECK_VALUE(param->sym_sizes() == normalized_shape, name, ": expected shape ", normalized_shape,
                     " (normalized_shape), got ", param->sym_sizes());
@@ -65,7 +67,7 @@ struct Rows {
   Tensor tensor;  // keeps the copy alive
   int64_t stride;
 
-  Rows(const char* name, const Tensor& source, size_t row_dims) : tensor(source), stride(collapse(source, row_dims)) {
+  Rows(const Arg& name, const Tensor& source, size_t row_dims) : tensor(source), stride(collapse(source, row_dims)) {
     check_memory(name, source);
     if (stride >= 0) return;
     tensor = source.contiguous();
@@ -103,7 +105,7 @@ struct Param {
   Tensor tensor;
   DType dtype = DType::f32;
 
-  Param(const char* name, const OptTensor& param) {
+  Param(const Arg& name, const OptTensor& param) {
     if (!param || !param->defined()) return;
     check_memory(name, *param);
     tensor = param->contiguous();
@@ -116,9 +118,9 @@ void* data_or_null(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() 
 
 #ifdef FUSEDOPS_WITH_CUDA
 // The CUDA kernels count the columns of a row in 32 bits.
-void check_hidden(int64_t hidden) {
+void check_hidden(bool rms, int64_t hidden) {
   constexpr int64_t kMaxHidden = int64_t{1} << 30;
-  TORCH_CHECK_NOT_IMPLEMENTED(hidden <= kMaxHidden, "normalized_shape: expected at most ", kMaxHidden,
+  TORCH_CHECK_NOT_IMPLEMENTED(hidden <= kMaxHidden, name_of(rms), ": normalized_shape: expected at most ", kMaxHidden,
                               " elements on a CUDA device, got ", hidden);
 }
 #endif
@@ -126,17 +128,17 @@ void check_hidden(int64_t hidden) {
 void launch(const NormFwd& args, c10::Device device) {
   if (device.is_cpu()) return cpu::norm_fwd(args);
 #ifdef FUSEDOPS_WITH_CUDA
-  check_hidden(args.hidden);
+  check_hidden(args.rms, args.hidden);
   const c10::DeviceGuard guard(device);
   const char* error = cuda::norm_fwd(args, current_stream(device));
-  TORCH_CHECK(error == nullptr, "fusedops norm forward, ", args.rows, " x ", args.hidden, ": ", error);
+  TORCH_CHECK(error == nullptr, name_of(args.rms), " forward, ", args.rows, " x ", args.hidden, ": ", error);
 #endif
 }
 
 void launch(NormBwd args, c10::Device device) {
   if (device.is_cpu()) return cpu::norm_bwd(args);
 #ifdef FUSEDOPS_WITH_CUDA
-  check_hidden(args.hidden);
+  check_hidden(args.rms, args.hidden);
   const c10::DeviceGuard guard(device);
   Tensor workspace;
   if (const int64_t bytes = cuda::norm_bwd_workspace(args)) {
@@ -144,7 +146,7 @@ void launch(NormBwd args, c10::Device device) {
     args.workspace = workspace.mutable_data_ptr();
   }
   const char* error = cuda::norm_bwd(args, current_stream(device));
-  TORCH_CHECK(error == nullptr, "fusedops norm backward, ", args.rows, " x ", args.hidden, ": ", error);
+  TORCH_CHECK(error == nullptr, name_of(args.rms), " backward, ", args.rows, " x ", args.hidden, ": ", error);
 #endif
 }
 
@@ -156,15 +158,16 @@ enum class Stats { drop, keep };
 std::tuple<Tensor, Tensor, Tensor> forward(Norm norm, const Tensor& input, at::SymIntArrayRef normalized_shape,
                                            const OptTensor& weight, const OptTensor& bias, double eps,
                                            double weight_offset, OptDtype out_dtype, Stats stats) {
-  check_shape(input, normalized_shape);
-  check_param("weight", weight, input, normalized_shape);
-  check_param("bias", bias, input, normalized_shape);
+  const char* const op = name_of(norm == Norm::rms);
+  check_shape(op, input, normalized_shape);
+  check_param({op, "weight"}, weight, input, normalized_shape);
+  check_param({op, "bias"}, bias, input, normalized_shape);
   const auto y_dtype = out_dtype.value_or(input.scalar_type());
-  TORCH_CHECK_VALUE((y_dtype == at::kDouble) == (input.scalar_type() == at::kDouble),
-                    "out_dtype: expected float64 exactly when input is float64 (", input.scalar_type(), "), got ",
+  TORCH_CHECK_VALUE((y_dtype == at::kDouble) == (input.scalar_type() == at::kDouble), op,
+                    ": out_dtype: expected float64 exactly when input is float64 (", input.scalar_type(), "), got ",
                     y_dtype);
-  const auto x_code = dtype_code("input", input.scalar_type());
-  const auto y_code = dtype_code("out_dtype", y_dtype);
+  const auto x_code = dtype_code({op, "input"}, input.scalar_type());
+  const auto y_code = dtype_code({op, "out_dtype"}, y_dtype);
 
   const auto options = input.options().memory_format(std::nullopt);
   Tensor y = at::empty_symint(input.sym_sizes(), options.dtype(y_dtype));
@@ -182,8 +185,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(Norm norm, const Tensor& input, at::S
     return {y, mean, rstd};
   }
 
-  const Rows x("input", input, normalized_shape.size());
-  const Param w("weight", weight), b("bias", bias);
+  const Rows x({op, "input"}, input, normalized_shape.size());
+  const Param w({op, "weight"}, weight), b({op, "bias"}, bias);
   NormFwd args{};
   args.rms = norm == Norm::rms;
   args.hidden = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(normalized_shape));
@@ -205,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Norm norm, const Tensor& input, at::S
   return {y, mean, rstd};
 }
 
-void check_stats(const char* name, const Tensor& stats, const Tensor& input, at::SymIntArrayRef normalized_shape) {
+void check_stats(const Arg& name, const Tensor& stats, const Tensor& input, at::SymIntArrayRef normalized_shape) {
   const auto rows = row_count(input, normalized_shape);
   TORCH_CHECK_VALUE(stats.dim() == 1 && stats.sym_size(0) == rows, name, ": expected shape [", rows,
                     "] (one value a row), got ", stats.sym_sizes());
@@ -219,23 +222,24 @@ std::tuple<Tensor, Tensor, Tensor> backward(Norm norm, const Tensor& dy, const T
                                             at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                                             const OptTensor& mean, const Tensor& rstd, double weight_offset,
                                             std::array<bool, 3> output_mask, OptDtype bias_dtype) {
-  check_shape(input, normalized_shape);
-  check_param("weight", weight, input, normalized_shape);
-  TORCH_CHECK_VALUE(dy.sym_sizes() == input.sym_sizes(), "dy: expected the shape of input ", input.sym_sizes(),
+  const char* const op = name_of(norm == Norm::rms);
+  check_shape(op, input, normalized_shape);
+  check_param({op, "weight"}, weight, input, normalized_shape);
+  TORCH_CHECK_VALUE(dy.sym_sizes() == input.sym_sizes(), op, ": dy: expected the shape of input ", input.sym_sizes(),
                     ", got ", dy.sym_sizes());
-  TORCH_CHECK_VALUE(dy.device() == input.device(), "dy: expected a tensor on ", input.device(), ", got one on ",
+  TORCH_CHECK_VALUE(dy.device() == input.device(), op, ": dy: expected a tensor on ", input.device(), ", got one on ",
                     dy.device());
-  TORCH_CHECK_VALUE((dy.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble),
-                    "dy: expected float64 exactly when input is float64 (", input.scalar_type(), "), got ",
+  TORCH_CHECK_VALUE((dy.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble), op,
+                    ": dy: expected float64 exactly when input is float64 (", input.scalar_type(), "), got ",
                     dy.scalar_type());
-  if (mean) check_stats("mean", *mean, input, normalized_shape);
-  check_stats("rstd", rstd, input, normalized_shape);
+  if (mean) check_stats({op, "mean"}, *mean, input, normalized_shape);
+  check_stats({op, "rstd"}, rstd, input, normalized_shape);
   const bool has_weight = weight && weight->defined();
-  TORCH_CHECK_VALUE(!output_mask[1] || has_weight, "output_mask: dweight was asked for, but weight is None");
-  const auto x_code = dtype_code("input", input.scalar_type());
-  const auto dy_code = dtype_code("dy", dy.scalar_type());
+  TORCH_CHECK_VALUE(!output_mask[1] || has_weight, op, ": output_mask: dweight was asked for, but weight is None");
+  const auto x_code = dtype_code({op, "input"}, input.scalar_type());
+  const auto dy_code = dtype_code({op, "dy"}, dy.scalar_type());
   const auto dbias_dtype = bias_dtype.value_or(has_weight ? weight->scalar_type() : stats_dtype(input.scalar_type()));
-  const auto dbias_code = dtype_code("bias_dtype", dbias_dtype);
+  const auto dbias_code = dtype_code({op, "bias_dtype"}, dbias_dtype);
 
   const auto options = input.options().memory_format(std::nullopt);
   Tensor dx, dweight, dbias;
@@ -249,8 +253,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Norm norm, const Tensor& dy, const T
     return {dx, dweight, dbias};
   }
 
-  const Rows x("input", input, normalized_shape.size()), g("dy", dy, normalized_shape.size());
-  const Param w("weight", weight);
+  const Rows x({op, "input"}, input, normalized_shape.size()), g({op, "dy"}, dy, normalized_shape.size());
+  const Param w({op, "weight"}, weight);
   const Tensor mean_data = mean ? mean->contiguous() : Tensor();
   const Tensor rstd_data = rstd.contiguous();
   NormBwd args{};

@@ -25,6 +25,17 @@ bool given(const OptTensor& t) { return t && t->defined(); }
 
 bool wants_grad(const OptTensor& t) { return given(t) && t->requires_grad(); }
 
+bool is_dual(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
+
+// Python takes plain torch for dual tensors; whoever gets here otherwise (an exported program) must not get tangents
+// of zero.
+template <class... Parameters>
+void refuse_forward_mode(const char* op, const Tensor& input, const Parameters&... parameters) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_dual(input) && !(is_dual(parameters.value_or(Tensor())) || ...), op,
+      ": forward-mode derivatives: expected none in a graph of the native op, got dual tensors");
+}
+
 // dx, dweight, dbias as differentiable functions of dy, x and weight: the statistics are computed anew, because
 // the saved ones are constants to autograd and would drop their part of the second derivative.
 variable_list differentiable_bwd(bool rms, const Tensor& dy, const Tensor& x, const OptTensor& weight, size_t row_dims,
@@ -125,6 +136,7 @@ Tensor layer_norm_autograd(const Tensor& input, at::SymIntArrayRef normalized_sh
   if (at::GradMode::is_enabled() && (input.requires_grad() || wants_grad(weight) || wants_grad(bias))) {
     return LayerNorm::apply(input, normalized_shape, weight, bias, eps, out_dtype);
   }
+  refuse_forward_mode("layer_norm", input, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return layer_norm(input, normalized_shape, weight, bias, eps, out_dtype);
 }
@@ -134,6 +146,7 @@ Tensor rms_norm_autograd(const Tensor& input, at::SymIntArrayRef normalized_shap
   if (at::GradMode::is_enabled() && (input.requires_grad() || wants_grad(weight))) {
     return RMSNorm::apply(input, normalized_shape, weight, eps, weight_offset, out_dtype);
   }
+  refuse_forward_mode("rms_norm", input, weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return rms_norm(input, normalized_shape, weight, eps, weight_offset, out_dtype);
 }

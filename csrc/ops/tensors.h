@@ -1,6 +1,8 @@
 // Tensors to what the kernels take: dtype codes, memory order, the current stream, and launch errors.
 #pragma once
 
+#include <ostream>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -26,8 +28,17 @@ inline DType dtype_of(at::ScalarType dtype) {
 
 inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
+// An argument as errors name it: "layer_norm: weight".
+struct Arg {
+  const char* op;
+  const char* name;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Arg& arg) { return out << arg.op << ": " << arg.name; }
+
 // A pointer alone does not tell: a view into freed storage still has its offset.
-inline void check_memory(const char* name, const at::Tensor& tensor) {
+template <class Name>
+void check_memory(const Name& name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.unsafeGetTensorImpl()->storage_initialized(), name, ": expected a tensor with storage, got ",
                     tensor.sizes(), " whose storage was freed");
 }

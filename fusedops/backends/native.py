@@ -22,15 +22,22 @@ CHECKS_ARGUMENTS = True  # in C++, where it costs nothing
 _C: Any = load_native()
 # Without the extension its ops exist all the same, over plain PyTorch, for graphs that were exported with it.
 _LIBRARY = schemas.define() if _C is None else None
+
+
+def _refuse_device(call: Call) -> str | None:
+    """Look at the call's own GPU: another one in the same machine may be of an architecture that was built for."""
+    return native_problem(call.device, call.index) if call.device == "cuda" else None
+
+
 # An op is native when the extension has it. The kernels take every float dtype; columns are counted in 32 bits.
 LIMITS = {
-    **{op: Limits(FLOATS, max_hidden=2**30) for op in OPS if hasattr(_C, op)},
-    **{op: Limits(FLOATS) for op in OPTIMS},
+    **{op: Limits(FLOATS, max_hidden=2**30, extra=_refuse_device) for op in OPS if hasattr(_C, op)},
+    **{op: Limits(FLOATS, extra=_refuse_device) for op in OPTIMS},
 }
 
 
 def unavailable(device_type: str) -> str | None:
-    """Return why the extension can't run on a device type, or None where it can."""
+    """Return why the extension can't run on any device of a type, or None where it can."""
     return native_problem(device_type)
 
 
