@@ -1,102 +1,220 @@
-"""torch.compile, torch.export, tracing and opcheck."""
+"""torch.compile, torch.export, compiled autograd and opcheck, with every backend forced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from op_helpers import SPECS, as_function, assert_close, assert_same, make_leaves, results, small_case, total
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedops
 from fusedops.ops import _common
-from fusedops.registry import OPS, OpSpec
+from fusedops.registry import OpSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
-SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
 
 
-@pytest.fixture(params=["native", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    if reason := fusedops.backends("cpu")[request.param]:
+@pytest.fixture(params=["native", "triton", "reference"], autouse=True)
+def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    reason = fusedops.backends(torch.device(device).type)[request.param]
+    if request.param == "triton" and (device == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"):
+        reason = "interpreted kernels can't be traced"
+    elif reason and request.param in request.config.getoption("--require").split(","):
+        pytest.fail(f"--require {request.param}: {reason}", pytrace=False)
+    if reason:
         pytest.skip(reason)
     torch._dynamo.reset()
     with fusedops.use_backend(request.param):
         yield request.param
 
 
-def gradients(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
-    y = function(*leaves)
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
-
-
 @SPECS
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=str)
-def test_compiled_equals_eager(spec: OpSpec, dynamic: bool, dtypes: tuple[torch.dtype, ...]) -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return spec.function(x * 1, x.shape[-1], w) + 1
+def test_compiled_equals_eager(spec: OpSpec, dynamic: bool, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    case = small_case(spec, *dtypes)
+    op = as_function(spec, case)
+
+    def function(first: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return tuple(out + 1 for out in op(first * 1, *rest))
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic)
     counts = []
-    for rows, hidden in ((4, 16), (5, 24), (7, 40)):
-        x = torch.randn(rows, hidden).to(dtypes[0]).requires_grad_()
-        w = torch.rand(hidden).to(dtypes[1]).requires_grad_()
-        for got, want in zip(gradients(compiled, x, w), gradients(function, x, w), strict=True):
-            assert got.dtype is want.dtype
-            torch.testing.assert_close(got, want)
+    for shape in ((4, 16), (5, 24), (7, 40)):
+        leaves = make_leaves(spec, small_case(spec, *dtypes, shape=shape), device)
+        assert_same(results(compiled, leaves), results(function, leaves))
         counts.append(counter.frame_count)
     if dynamic:
         assert len(set(counts)) == 1, "another shape compiled again"
 
 
 @SPECS
-def test_compiled_under_autocast(spec: OpSpec) -> None:
-    linear = torch.nn.Linear(16, 16)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, device: str) -> None:
+    """Left to itself torch.compile takes a size as fixed until it sees another; after that none compiles again."""
+    case = small_case(spec)
+    op = as_function(spec, case)
 
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        with torch.autocast("cpu", BF16):
-            return spec.function(linear(x), 16, w)
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(torch.device(device).type, BF16, enabled=autocast):
+            return op(*tensors)
 
-    x, w = torch.randn(4, 16, requires_grad=True), torch.rand(16, requires_grad=True)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for got, want in zip(gradients(compiled, x, w), gradients(function, x, w), strict=True):
-        assert got.dtype is want.dtype
-        torch.testing.assert_close(got, want)
+    for batch in (4, 5, 64, 2, 1000, 17, 33):
+        leaves = make_leaves(spec, small_case(spec, shape=(batch, 3, 16)), device)
+        with torch._dynamo.config.patch(error_on_recompile=batch not in (4, 5)):
+            assert_same(results(compiled, leaves), results(function, leaves))
 
 
-def test_compiled_modules_in_inference_mode() -> None:
-    net = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.LayerNorm(8))
-    x = torch.randn(3, 8)
+@SPECS
+def test_compiled_under_autocast(spec: OpSpec, device: str) -> None:
+    linear = torch.nn.Linear(16, 16, device=device)
+    op = as_function(spec, small_case(spec))
+
+    def function(first: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(torch.device(device).type, BF16):
+            return op(linear(first), *rest)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    leaves = make_leaves(spec, small_case(spec), device)
+    assert_close(results(compiled, leaves), results(function, leaves))
+
+
+def test_compiled_modules_in_inference_mode(device: str) -> None:
+    net = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.LayerNorm(8)).to(device)
+    x = torch.randn(3, 8, device=device)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), net(x))
 
 
-def test_inductor() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return fusedops.rms_norm(fusedops.layer_norm(x, 32, w) * 2, 32, w)
+@SPECS
+def test_inductor(spec: OpSpec, device: str) -> None:
+    op = as_function(spec, small_case(spec))
 
-    x, w = torch.randn(4, 32, requires_grad=True), torch.rand(32, requires_grad=True)
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        first, *rest = op(*tensors)
+        return (*op(first * 2, *tensors[1:]), *rest)
+
+    leaves = make_leaves(spec, small_case(spec, shape=(4, 32)), device)
     compiled = torch.compile(function, fullgraph=True)
-    for got, want in zip(gradients(compiled, x, w), gradients(function, x, w), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_close(results(compiled, leaves), results(function, leaves), rtol=1e-4, atol=1e-5)
 
 
-def test_export_and_trace_depend_on_their_input() -> None:
-    net = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.LayerNorm(8)).eval()
-    a, b = torch.randn(2, 8), torch.randn(2, 8)
-    torch.testing.assert_close(torch.export.export(net, (a,)).module()(b), net(b))
-    torch.testing.assert_close(torch.jit.trace(net, a)(b), net(b))
+@SPECS
+def test_compiled_checkpoint(spec: OpSpec, device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    op = as_function(spec, small_case(spec))
+
+    def function(first: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = checkpoint(
+            lambda *tensors: op(tensors[0].sin(), *tensors[1:]), first, *rest, use_reentrant=False
+        )
+        return outputs
+
+    leaves = make_leaves(spec, small_case(spec), device)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, leaves), results(function, leaves))
 
 
-def test_export_with_a_dynamic_number_of_rows() -> None:
-    net = fusedops.nn.LayerNorm(8)
-    exported = torch.export.export(net, (torch.randn(4, 8),), dynamic_shapes=({0: torch.export.Dim("rows")},))
-    x = torch.randn(9, 8)
-    torch.testing.assert_close(exported.module()(x), net(x))
+# ---------------------------------------------------------------- compiled autograd
+
+
+@SPECS
+def test_compiled_autograd(spec: OpSpec, device: str) -> None:
+    """One compiled backward graph serves every batch."""
+    op = as_function(spec, small_case(spec))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiler = torch.compile(backend=counter, fullgraph=True)
+    counts = []
+    for batch in (4, 6, 9):
+        leaves = make_leaves(spec, small_case(spec, shape=(batch, 16)), device)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            total(op(*leaves)).backward()
+        assert_same([leaf.grad for leaf in leaves], torch.autograd.grad(total(op(*leaves)), leaves))
+        counts.append(counter.frame_count)
+    assert counts[0] >= 1
+    assert counts[-1] <= 2, "each batch compiled again"
+
+
+@SPECS
+def test_second_derivatives_under_compiled_autograd(spec: OpSpec, backend: str, device: str) -> None:
+    if backend != "native":
+        pytest.skip("second derivatives are plain PyTorch's, whose layer_norm fails there")
+    op = as_function(spec, small_case(spec), eps=1e-2)
+    found = []
+    for compiled in (False, True):
+        leaves = make_leaves(spec, small_case(spec), device)
+        first = torch.autograd.grad(total(op(*leaves)), leaves, create_graph=True)
+        second = total(first)
+        if compiled:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+                second.backward()
+        else:
+            second.backward()
+        found.append([leaf.grad for leaf in leaves])
+    assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_training_step_with_compiled_autograd(device: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), fusedops.nn.LayerNorm(8), fusedops.nn.RMSNorm(8)).to(device)
+
+    def train(x: Tensor) -> None:
+        (net(x) ** 3).sum().backward()
+
+    found = []
+    for function in (train, torch.compile(train, backend="aot_eager")):
+        net.zero_grad()
+        with torch._dynamo.config.patch(compiled_autograd=function is not train):
+            function(torch.ones(4, 8, device=device))
+        found.append([p.grad.clone() for p in net.parameters()])
+    assert_close(*found)
+
+
+# ---------------------------------------------------------------- torch.export
+
+
+@SPECS
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, device: str) -> None:
+    """With any number of rows, as exported for training and as taken apart for a compiler; gradients flow."""
+    op = as_function(spec, small_case(spec))
+
+    class Net(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return op(*tensors)
+
+    leaves = make_leaves(spec, small_case(spec), device)
+    rows = torch.export.Dim("rows", min=2)
+    shapes = tuple({0: rows} if leaf.shape[:1] == (4,) else {} for leaf in leaves)
+    exported = torch.export.export(Net(), tuple(leaves), dynamic_shapes=(shapes,), strict=strict)
+    if decompose:
+        exported = exported.run_decompositions()
+    others = make_leaves(spec, small_case(spec, shape=(9, 16)), device, seed=1)
+    assert_close(results(exported.module(), others), results(op, others))
+
+
+def test_exported_modules_are_one_node_each(backend: str, device: str) -> None:
+    net = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.LayerNorm(8)).to(device).eval()
+    a, b = torch.randn(2, 8, device=device), torch.randn(2, 8, device=device)
+    exported = torch.export.export(net, (a,))
+    torch.testing.assert_close(exported.module()(b), net(b))
+    if backend == "native":
+        names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+        assert names == ["fusedops.rms_norm.default", "fusedops.layer_norm.default"]
+
+
+def test_a_traced_module_depends_on_its_input(device: str) -> None:
+    net = torch.nn.Sequential(fusedops.nn.RMSNorm(8), fusedops.nn.LayerNorm(8)).to(device).eval()
+    b = torch.randn(5, 8, device=device)
+    torch.testing.assert_close(torch.jit.trace(net, torch.randn(2, 8, device=device))(b), net(b))
 
 
 # ---------------------------------------------------------------- the registered operators

@@ -18,6 +18,8 @@ from ..config import CONFIG
 from ..dispatch import Choice
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+# What a call is described by while tracing: made here, as a graph would record their making.
+_STAND_INS = {dtype: torch.empty(1, dtype=dtype, device="meta") for dtype in FLOATS}
 # Tensor types our kernels may see; any other subclass (DTensor, quantised weights) takes plain PyTorch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
 # What stands for them while torch.export runs our Python.
@@ -150,7 +152,7 @@ def _choose_compiling(
     if CONFIG.disabled or transformed or not _TRACED_TYPES.issuperset(types):
         choice = _plain(op)
     else:
-        tensors = [None if d is None else torch.empty(1, dtype=d, device="meta") for d in dtypes[:-1]]
+        tensors = [None if d is None else _stand_in(d) for d in dtypes[:-1]]
         call = registry.OPS[op].describe(tensors[0], (1,), *tensors[1:], out_dtype=dtypes[-1])
         index = -1 if device_index is None else device_index
         call = replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True)
@@ -158,6 +160,10 @@ def _choose_compiling(
     key = f"{op} on {choice.backend}"
     setattr(_traced, key, choice)
     return key
+
+
+def _stand_in(dtype: torch.dtype) -> Tensor:
+    return _STAND_INS[dtype] if dtype in _STAND_INS else torch.empty(1, dtype=dtype, device="meta")
 
 
 def differentiate(

@@ -1,0 +1,74 @@
+"""What the tests of ops share: small calls of any registered op, as functions of its differentiable arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedops import testing
+from fusedops.registry import OPS, Case, OpSpec
+
+SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def small_case(spec: OpSpec, *dtypes: torch.dtype, shape: tuple[int, ...] = (4, 16), **more: Any) -> Case:
+    """Return a case with every differentiable argument; of several dtypes the last is all the others'."""
+    dtypes = dtypes or (torch.float32,)
+    of_each = [dtypes[min(i, len(dtypes) - 1)] for i in range(len(spec.grads))]
+    works_over = min(next(spec.cases("quick")).normalized, 1)
+    return Case(shape, works_over, dict(zip(spec.grads, of_each, strict=True)), **more)
+
+
+def make_leaves(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    """Return the differentiable arguments of a case, each requiring a gradient."""
+    sample = testing.make_sample(spec, case, device, seed)
+    return [sample.kwargs[name] for name in sample.grads]
+
+
+def as_function(spec: OpSpec, case: Case, function: Callable[..., Any] | None = None, **more: Any) -> Function:
+    """Return an op as a function of its differentiable arguments to a tuple of outputs.
+
+    Args:
+        spec: the op.
+        case: names the arguments; their shapes may be others.
+        function: called instead of the public function.
+        **more: keyword arguments.
+    """
+    function, names, works_over = function or spec.function, tuple(case.dtypes), case.normalized
+    fixed = {**case.options, **more, **({"out_dtype": case.out_dtype} if case.out_dtype else {})}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        shape = {"normalized_shape": tuple(tensors[0].shape[-works_over:])} if works_over else {}
+        result = function(**dict(zip(names, tensors, strict=True)), **shape, **fixed)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def total(outputs: Sequence[Tensor]) -> Tensor:
+    """Return a loss that every element of every output moves by its own amount."""
+    return sum((out.float() ** 3).sum() for out in outputs)  # type: ignore[return-value]
+
+
+def results(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs, and the gradients of their ``total``."""
+    outputs = function(*leaves)
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(total(outputs), leaves)]
+
+
+def assert_same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Compare dtypes and bits."""
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype is w.dtype
+        assert torch.equal(g, w), float((g.double() - w.double()).abs().max())
+
+
+def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], **tolerances: float) -> None:
+    """Compare dtypes, and values as closely as PyTorch compares tensors of such a dtype."""
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, **tolerances)
