@@ -303,7 +303,7 @@ def _bwd_programs(config: RowConfig | None, rows: int, hidden: int, device: torc
         config = BACKWARD_WIDE
         columns = ceil_div(hidden, config.width)
     resident = device_limits(device).multiprocessors * config.per_sm
-    return min(ceil_div(resident, columns), ceil_div(rows, config.rows))
+    return torch.sym_min(ceil_div(resident, columns), ceil_div(rows, config.rows))  # min would fix symbolic rows
 
 
 def _bwd_in_registers(
