@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -73,6 +74,20 @@ def test_gradgradcheck(spec: OpSpec, backend: str) -> None:
     function = lambda *tensors: spec.function(**dict(zip(spec.grads, tensors, strict=True)), **kwargs)  # noqa: E731
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@SPECS
+def test_gradgradcheck_with_frozen_parts(spec: OpSpec, backend: str) -> None:
+    case = Case((3, 5), 1, dict.fromkeys(spec.grads, torch.float64))
+    if reason := testing.refused(spec, case, backend, here()):
+        pytest.skip(reason)
+    for size in range(1, len(spec.grads)):
+        for wanted in combinations(spec.grads, size):
+            kwargs = testing.make_sample(spec, case, here()).kwargs
+            kwargs.update({name: kwargs[name].detach() for name in spec.grads if name not in wanted}, eps=1e-2)
+            leaves = [kwargs.pop(name) for name in wanted]
+            function = lambda *tensors: spec.function(**dict(zip(wanted, tensors, strict=True)), **kwargs)  # noqa: B023, E731
+            assert torch.autograd.gradgradcheck(function, leaves), wanted
 
 
 # ---------------------------------------------------------------- what takes plain torch
@@ -239,6 +254,21 @@ def test_bad_input_is_named(spec: OpSpec, backend: str) -> None:
     for args, kwargs, named in bad:
         with pytest.raises(ValueError, match=rf"(?s){spec.name}.*{named}"):
             spec.function(*args, **kwargs)
+
+
+@SPECS
+def test_errors_name_op_and_argument_also_where_a_like_call_was_seen(spec: OpSpec, backend: str) -> None:
+    """The second call of a kind is checked elsewhere: by the backend, where that checks at all."""
+    sample = {name: torch.ones((2, 16) if name in ("input", "residual") else (16,)) for name in spec.grads}
+    spec.function(**sample, normalized_shape=16)
+    bad = {
+        "weight": [torch.ones(15), torch.ones(1, 16), torch.ones(16, device="meta")],
+        "input|normalized_shape|residual": [torch.ones(2, 17), torch.ones(33)],
+    }
+    for argument, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{spec.name}: ({argument}): expected .*, got"):
+                spec.function(**{**sample, argument.split("|")[0]: value}, normalized_shape=16)
 
 
 def test_offset_needs_a_weight() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from fusedops import _build
+from fusedops.backends import native
+from fusedops.dispatch import Call
 
 ROOT = Path(__file__).resolve().parents[1]
 NVCC_13 = {"75", "80", "86", "87", "88", "89", "90", "100", "103", "110", "120", "121"}
@@ -219,6 +221,29 @@ def test_the_hash_sees_names_and_contents(tmp_path):
     second = _build.csrc_hash(tmp_path)
     (tmp_path / "a.cpp").rename(tmp_path / "b.cpp")
     assert len({first, second, _build.csrc_hash(tmp_path)}) == 3
+
+
+def test_each_gpu_is_asked_for_its_own_architecture(monkeypatch):
+    """In a machine with several kinds of GPU the current one says nothing about another."""
+    monkeypatch.setattr(_build, "_load", lambda: (None, None))
+    monkeypatch.setattr(_build, "read_stamp", lambda: stamped(cuda="13.0", archs=["90"]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    capabilities = {0: (7, 5), 1: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: f"GPU {index}")
+    assert "built for 90, GPU 0 is sm_75; to rebuild" in _build.native_problem("cuda", 0)
+    assert _build.native_problem("cuda", 1) is None
+    assert _build.native_problem("cuda") is None, "one of them can"
+
+    dtypes = (("input", torch.float32), ("output", torch.float32))
+    for op, limits in native.LIMITS.items():
+        reasons = [limits.refuse(Call(op, "cuda", index, dtypes)) for index in (0, 1)]
+        assert [len(some) for some in reasons] == [1, 0]
+    assert not native.LIMITS["adamw"].refuse(Call("adamw", "cpu", -1, dtypes))
+    capabilities[1] = (8, 0)
+    assert "GPU 0 is sm_75, GPU 1 is sm_80" in _build.native_problem("cuda")
 
 
 LOAD = """

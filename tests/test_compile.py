@@ -183,7 +183,7 @@ def test_a_training_step_with_compiled_autograd(device: str) -> None:
 @SPECS
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("decompose", [False, True])
-def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, device: str) -> None:
+def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, backend: str, device: str) -> None:
     """With any number of rows, as exported for training and as taken apart for a compiler; gradients flow."""
     op = as_function(spec, small_case(spec))
 
@@ -198,6 +198,10 @@ def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, devi
     if decompose:
         exported = exported.run_decompositions()
     others = make_leaves(spec, small_case(spec, shape=(9, 16)), device, seed=1)
+    if backend == "triton":  # of a Python autograd function torch.export keeps the forward alone
+        with torch.no_grad():
+            assert_close(exported.module()(*others), op(*others))
+        return
     assert_close(results(exported.module(), others), results(op, others))
 
 
@@ -242,14 +246,14 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck(name: str, backend: str) -> None:
+def test_opcheck(name: str, backend: str, device: str) -> None:
     if backend != "native":
         pytest.skip("the operators are the native backend's")
     assert set(registered()) <= set(SAMPLES), "an operator without a sample"
     for args in SAMPLES[name]:
+        whole = not name.endswith(("fwd", "bwd"))
         leaves = tuple(
-            a.clone().requires_grad_() if isinstance(a, Tensor) and not name.endswith(("fwd", "bwd")) else a
-            for a in args
+            a.detach().to(device).clone().requires_grad_(whole) if isinstance(a, Tensor) else a for a in args
         )
         torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves)
 
@@ -264,3 +268,23 @@ def test_two_ops_first_seen_in_one_trace(monkeypatch: pytest.MonkeyPatch) -> Non
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), function(x))
+
+
+# What the Triton ops take: rows by columns, no shapes.
+TRITON_SAMPLES: dict[str, list[tuple[object, ...]]] = {
+    "layer_norm_fwd": [(X, W, B, 1e-5, F32), (X, *NONE, 1e-5, BF16)],
+    "rms_norm_fwd": [(X, W, 1e-5, 1.0, F32), (X, None, 1e-5, 0.0, BF16)],
+    "layer_norm_bwd": [(X, X, W, ROWS, ROWS, [True] * 3, F32), (X, X, None, ROWS, ROWS, DX, None)],
+    "rms_norm_bwd": [(X, X, W, ROWS, 0.0, [True, True]), (X, X, W, ROWS, 1.0, [False, True])],
+}
+
+
+@pytest.mark.parametrize("name", TRITON_SAMPLES)
+def test_opcheck_triton(name: str, backend: str, device: str) -> None:
+    if backend != "triton":
+        pytest.skip("the operators are Triton's")
+    import fusedops.backends.triton.traced  # noqa: F401  # defines them
+
+    for args in TRITON_SAMPLES[name]:
+        on_device = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(getattr(torch.ops.fusedops_triton, name).default, on_device)

@@ -78,3 +78,22 @@ def test_graph_holds_the_launches(monkeypatch, op, dynamic):
     y = torch.compile(call, backend=reading_backend(launches), fullgraph=True, dynamic=dynamic)(x, weight)
     y.sum().backward()
     assert launches == {"forward": 1, "backward": 2}  # backward: the pass over the rows, then the partial sums
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_another_batch_compiles_nothing(monkeypatch, op, autocast):
+    """A batch below and one above what fills the device share a graph; both take the same kernels."""
+    monkeypatch.setattr(driver, "_active", FakeDriver())
+    monkeypatch.setattr(backend, "unavailable", lambda device_type: None)
+    torch._dynamo.reset()
+    weight = torch.zeros(768, requires_grad=True)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return OPS[op].function(x, 768, weight, backend="triton")
+
+    compiled = torch.compile(call, backend=reading_backend({}), fullgraph=True)
+    for batch in (4, 5, 64, 2, 10_000, 17):
+        with torch._dynamo.config.patch(error_on_recompile=batch not in (4, 5)):
+            compiled(torch.zeros(batch, 768, requires_grad=True))

@@ -277,8 +277,8 @@ def _norm_bwd(
 
     config = row_config(BACKWARD if mean is not None else BACKWARD_RMS, hidden)
     programs = _bwd_programs(config, rows, hidden, x.device)
-    dw_partial, db_partial = (
-        torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if wanted else None
+    dw_partial, db_partial = (  # flat: of two dimensions tracing would tell one program from several
+        torch.empty(programs * hidden, dtype=torch.float32, device=x.device) if wanted else None
         for wanted in (need_dweight, need_dbias)
     )
     tensors = _Rows(dy, x, weight, mean, rstd)
