@@ -172,5 +172,7 @@ def native_problem(device_type: str = "cpu", index: int | None = None) -> str | 
     capabilities = {gpu: torch.cuda.get_device_capability(gpu) for gpu in gpus}
     if any(covers(stamp["archs"], capability) for capability in capabilities.values()):
         return None
-    found = ", ".join(f"{torch.cuda.get_device_name(i)} is sm_{major}{minor}" for i, (major, minor) in capabilities.items())
+    found = ", ".join(
+        f"{torch.cuda.get_device_name(gpu)} is sm_{major}{minor}" for gpu, (major, minor) in capabilities.items()
+    )
     return f"the native kernels were built for {' '.join(stamp['archs'])}, {found}; to rebuild: {rebuild_command()}"
