@@ -8,6 +8,7 @@
 //   v  = beta2 * v + (1 - beta2) * g * g
 //   p  = p * decay - step_size * m / (sqrt(v) / sqrt(bias_correction2) + eps)
 //                                                 AdamW: l2 = 0, decay = 1 - lr * weight_decay
+// How p is then rounded to its dtype: see Rounding.
 // Source: Kingma & Ba 2015 (arXiv:1412.6980), Loshchilov & Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (AMSGrad,
 // arXiv:1904.09237).
 #pragma once
@@ -16,36 +17,46 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "host_device.h"
+#include "philox.h"
 
 typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only .cu files include
 
-#if defined(__CUDACC__)
-#define FUSEDOPS_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FUSEDOPS_HOST_DEVICE inline __attribute__((always_inline))  // into one CPU function per instruction set
-#endif
-
 namespace fusedops::adam {
+
+// What becomes of the part of a weight that the parameter's dtype can't hold.
+enum class Rounding : uint8_t {
+  kNearest,     // it is lost
+  kMaster,      // the weight is kept in fp32, the parameter is its rounding
+  kKahan,       // it is kept in a compensation of the parameter's dtype: weight = parameter + compensation
+  kStochastic,  // bf16: it is the probability of rounding away from zero, so nothing is lost on average
+};
 
 // Which body of the CUDA kernel serves a tensor: the common dtype tuples are compiled for, any other is decided by
 // uniform branches at run time.
 enum class Path : uint8_t {
-  kFloat,                 // param, grad, state fp32
-  kBFloat,                // all bf16
-  kHalf,                  // all fp16
-  kBFloatMaster,          // param, grad bf16; state, master fp32
-  kHalfMaster,            // param, grad fp16; state, master fp32
-  kBFloatMasterMainGrad,  // param bf16; grad, state, master fp32
-  kBFloatState,           // param, grad bf16; state fp32
-  kHalfState,             // param, grad fp16; state fp32
-  kRuntime,               // any other tuple of 16- and 32-bit types, and amsgrad
-  kElements,              // memory that no vector fits: one element at a time
-  kDouble,                // fp64 parameters, likewise
+  kFloat,                  // param, grad, state fp32
+  kBFloat,                 // all bf16
+  kHalf,                   // all fp16
+  kBFloatMaster,           // param, grad bf16; state, master fp32
+  kHalfMaster,             // param, grad fp16; state, master fp32
+  kBFloatMasterMainGrad,   // param bf16; grad, state, master fp32
+  kBFloatState,            // param, grad bf16; state fp32
+  kHalfState,              // param, grad fp16; state fp32
+  kBFloatKahan,            // all bf16
+  kBFloatStateKahan,       // param, grad bf16; state fp32
+  kBFloatStochastic,       // all bf16
+  kBFloatStateStochastic,  // param, grad bf16; state fp32
+  kRuntime,                // any other tuple of 16- and 32-bit types, and amsgrad
+  kElements,               // memory that no vector fits: one element at a time
+  kDouble,                 // fp64 parameters, likewise
 };
 
 // Elements of one vector of a path: 16 bytes of the tuple's widest type.
 FUSEDOPS_HOST_DEVICE constexpr int vector_elements(Path path) {
-  return path == Path::kBFloat || path == Path::kHalf ? 8 : 4;
+  return path == Path::kBFloat || path == Path::kHalf || path == Path::kBFloatKahan || path == Path::kBFloatStochastic
+             ? 8
+             : 4;
 }
 
 struct alignas(16) TensorRecord {
@@ -53,28 +64,35 @@ struct alignas(16) TensorRecord {
   void* exp_avg;
   void* exp_avg_sq;
   void* max_exp_avg_sq;  // of exp_avg_sq's dtype; null unless amsgrad
-  float* master;         // null: the parameter itself is read and written
+  void* companion;       // the fp32 master, or the compensation; null unless `rounding` is kMaster or kKahan
   float* step;
   int64_t numel;
+  uint32_t index;  // of the parameter in its optimizer
+  uint16_t group;
   DType param_dtype;
   DType grad_dtype;
   DType exp_avg_dtype;
   DType exp_avg_sq_dtype;
   Path path;
-  uint8_t unused;
-  uint16_t group;
+  Rounding rounding;
 };
-static_assert(sizeof(TensorRecord) == 64);
+static_assert(sizeof(TensorRecord) == 80);
+
+// A number, or where to read it when the step runs.
+struct Number {
+  double value;
+  const void* tensor;  // device memory; null: value holds
+  DType dtype;
+};
 
 // One group's hyper-parameters for one step.
 struct GroupParams {
-  double lr;
-  const void* lr_tensor;  // device memory to read lr from; null: lr holds it
-  double beta1;
-  double beta2;
+  Number lr;
+  Number beta1;
+  Number beta2;
   double eps;
   double weight_decay;
-  DType lr_dtype;
+  uint64_t seed;  // of stochastic rounding
   bool decoupled;
   bool maximize;
 };
@@ -102,7 +120,17 @@ struct Coefficients {
   T step_size;  // lr / (1 - beta1^step)
 };
 
+// Which random bits a parameter's rounding takes in a step. One call of Philox serves eight elements, counted in the
+// order in which they lie in memory: element 8 * octet + k has the half k % 2 (the lower first) of word k / 2.
+struct Dither {
+  uint32_t key[2];
+  uint32_t index;
+  uint32_t step;
+};
+constexpr int kOctet = 8;
+
 struct alignas(16) Scalars {
+  Dither dither;
   Coefficients<float> single;
   int32_t active;  // 0: nothing of this tensor changes (no gradient, or an inf was found)
   Coefficients<double> full;
@@ -111,6 +139,10 @@ struct alignas(16) Scalars {
 FUSEDOPS_HOST_DEVICE double read_scalar(const void* pointer, DType dtype) {
   return dtype == DType::f64 ? *static_cast<const double*>(pointer)
                              : static_cast<double>(*static_cast<const float*>(pointer));
+}
+
+FUSEDOPS_HOST_DEVICE double read(const Number& number) {
+  return number.tensor != nullptr ? read_scalar(number.tensor, number.dtype) : number.value;
 }
 
 FUSEDOPS_HOST_DEVICE double grad_factor(const StepInputs& inputs) {
@@ -122,24 +154,23 @@ FUSEDOPS_HOST_DEVICE double grad_factor(const StepInputs& inputs) {
   return factor;
 }
 
-// step is the number of this step, counted from 1.
-FUSEDOPS_HOST_DEVICE Coefficients<double> coefficients(const GroupParams& group, double lr, double factor,
-                                                       double step) {
+// What a tensor of the group needs; step is the number of this step, counted from 1.
+FUSEDOPS_HOST_DEVICE Scalars scalars(const TensorRecord& record, const GroupParams& group, double factor, float step) {
+  const double lr = read(group.lr), beta1 = read(group.beta1), beta2 = read(group.beta2);
   Coefficients<double> c;
   c.grad_factor = group.maximize ? -factor : factor;
   c.l2 = group.decoupled ? 0.0 : group.weight_decay;
   c.decay = group.decoupled ? 1.0 - lr * group.weight_decay : 1.0;
-  c.one_minus_beta1 = 1.0 - group.beta1;
-  c.beta2 = group.beta2;
-  c.one_minus_beta2 = 1.0 - group.beta2;
-  c.rsqrt_correction2 = 1.0 / sqrt(1.0 - pow(group.beta2, step));
+  c.one_minus_beta1 = 1.0 - beta1;
+  c.beta2 = beta2;
+  c.one_minus_beta2 = 1.0 - beta2;
+  c.rsqrt_correction2 = 1.0 / sqrt(1.0 - pow(beta2, static_cast<double>(step)));
   c.eps = group.eps;
-  c.step_size = lr / (1.0 - pow(group.beta1, step));
-  return c;
-}
-
-FUSEDOPS_HOST_DEVICE Scalars scalars(const Coefficients<double>& c) {
+  c.step_size = lr / (1.0 - pow(beta1, static_cast<double>(step)));
   Scalars s;
+  s.dither = {{static_cast<uint32_t>(group.seed), static_cast<uint32_t>(group.seed >> 32)},
+              record.index,
+              static_cast<uint32_t>(static_cast<int64_t>(step))};
   s.full = c;
   s.single = {
       static_cast<float>(c.grad_factor),       static_cast<float>(c.l2),    static_cast<float>(c.decay),
@@ -199,21 +230,47 @@ FUSEDOPS_HOST_DEVICE T maximum(T a, T b) {
   return (b > a || b != b) ? b : a;
 }
 
+// What rounding took from a weight; none where it overflowed, for inf - inf would be NaN ever after.
+FUSEDOPS_HOST_DEVICE float lost(float weight, float rounded) {
+  const float rest = weight - rounded;
+  return rest - rest == 0.0f ? rest : 0.0f;
+}
+
+FUSEDOPS_HOST_DEVICE Words4 octet_bits(const Dither& dither, uint64_t octet) {
+  const Words4 counter = {
+      {static_cast<uint32_t>(octet), static_cast<uint32_t>(octet >> 32), dither.index, dither.step}};
+  return philox(counter, dither.key[0], dither.key[1]);
+}
+
+FUSEDOPS_HOST_DEVICE uint32_t sixteen_bits(const Words4& octet, int element) {
+  const uint32_t low = element % 4 < 2 ? octet.word[0] : octet.word[1];  // no indexing: words stay in registers
+  const uint32_t high = element % 4 < 2 ? octet.word[2] : octet.word[3];
+  return (element < 4 ? low : high) >> (element % 2 * 16) & 0xffffu;
+}
+
+// The fp32 number with these bits as bf16: away from zero where its lower half and the random bits add up to 2^16.
+FUSEDOPS_HOST_DEVICE uint32_t stochastic_bfloat(uint32_t bits, uint32_t sixteen) {
+  return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + sixteen) >> 16;
+}
+
 inline Path path_for_dtypes(const TensorRecord& r) {
   constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
   if (r.max_exp_avg_sq != nullptr || r.exp_avg_dtype != r.exp_avg_sq_dtype) return Path::kRuntime;
-  const bool master = r.master != nullptr;
-  const auto is = [&](DType param, DType grad, DType state, bool with_master) {
-    return r.param_dtype == param && r.grad_dtype == grad && r.exp_avg_dtype == state && master == with_master;
+  const auto is = [&](DType param, DType grad, DType state, Rounding rounding) {
+    return r.param_dtype == param && r.grad_dtype == grad && r.exp_avg_dtype == state && r.rounding == rounding;
   };
-  if (is(f32, f32, f32, false)) return Path::kFloat;
-  if (is(bf16, bf16, bf16, false)) return Path::kBFloat;
-  if (is(f16, f16, f16, false)) return Path::kHalf;
-  if (is(bf16, bf16, f32, true)) return Path::kBFloatMaster;
-  if (is(f16, f16, f32, true)) return Path::kHalfMaster;
-  if (is(bf16, f32, f32, true)) return Path::kBFloatMasterMainGrad;
-  if (is(bf16, bf16, f32, false)) return Path::kBFloatState;
-  if (is(f16, f16, f32, false)) return Path::kHalfState;
+  if (is(f32, f32, f32, Rounding::kNearest)) return Path::kFloat;
+  if (is(bf16, bf16, bf16, Rounding::kNearest)) return Path::kBFloat;
+  if (is(f16, f16, f16, Rounding::kNearest)) return Path::kHalf;
+  if (is(bf16, bf16, f32, Rounding::kMaster)) return Path::kBFloatMaster;
+  if (is(f16, f16, f32, Rounding::kMaster)) return Path::kHalfMaster;
+  if (is(bf16, f32, f32, Rounding::kMaster)) return Path::kBFloatMasterMainGrad;
+  if (is(bf16, bf16, f32, Rounding::kNearest)) return Path::kBFloatState;
+  if (is(f16, f16, f32, Rounding::kNearest)) return Path::kHalfState;
+  if (is(bf16, bf16, bf16, Rounding::kKahan)) return Path::kBFloatKahan;
+  if (is(bf16, bf16, f32, Rounding::kKahan)) return Path::kBFloatStateKahan;
+  if (is(bf16, bf16, bf16, Rounding::kStochastic)) return Path::kBFloatStochastic;
+  if (is(bf16, bf16, f32, Rounding::kStochastic)) return Path::kBFloatStateStochastic;
   return Path::kRuntime;
 }
 
@@ -226,7 +283,7 @@ inline Path choose_path(const TensorRecord& r) {
   };
   const bool vectors = aligned(r.param, r.param_dtype) && aligned(r.exp_avg, r.exp_avg_dtype) &&
                        aligned(r.exp_avg_sq, r.exp_avg_sq_dtype) && aligned(r.max_exp_avg_sq, r.exp_avg_sq_dtype) &&
-                       aligned(r.master, DType::f32);
+                       aligned(r.companion, r.rounding == Rounding::kMaster ? DType::f32 : r.param_dtype);
   return vectors ? path
                  : Path::kElements;  // the gradient's alignment may change from step to step: the kernel looks at it
 }
@@ -258,7 +315,7 @@ struct AdamTables {
 // Elements of one chunk of the table that adam_step walks.
 int64_t adam_chunk_size();
 
-// Two launches, one more for every 64 groups past the first 64. Returns null, or what CUDA said of them.
+// Two launches, one more for every 32 groups past the first 32. Returns null, or what CUDA said of them.
 const char* adam_step(const AdamTables& tables, const adam::GroupParams* groups, int64_t group_count,
                       const adam::StepInputs& inputs, cudaStream_t stream);
 

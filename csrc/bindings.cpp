@@ -78,15 +78,16 @@ PYBIND11_MODULE(_C, m) {
         py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
 
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")
-      .def(
-          py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>, fusedops::OptionalTensors,
-                   fusedops::OptionalTensors, std::vector<at::Tensor>, std::vector<int64_t>>(),
-          py::arg("params"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"), py::arg("master"),
-          py::arg("step"), py::arg("group"))
-      .def("step", &fusedops::AdamPlan::step, py::arg("grads"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+      .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>,
+                    fusedops::OptionalTensors, fusedops::OptionalTensors, fusedops::OptionalTensors,
+                    std::vector<at::Tensor>, std::vector<int64_t>, std::vector<int64_t>>(),
+           py::arg("params"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"), py::arg("master"),
+           py::arg("compensation"), py::arg("step"), py::arg("group"), py::arg("index"))
+      .def("prepare", &fusedops::AdamPlan::prepare, py::arg("grads"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("amsgrad"), py::arg("maximize"),
-           py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("grad_norm") = py::none(),
-           py::arg("max_grad_norm") = py::none(), NoGil());
+           py::arg("seed"), py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(),
+           py::arg("grad_norm") = py::none(), py::arg("max_grad_norm") = py::none(), NoGil())
+      .def("launch", &fusedops::AdamPlan::launch, NoGil());
   m.def("grad_norm", &fusedops::grad_norm, py::arg("grads"), py::arg("grad_scale") = py::none(),
         py::arg("found_inf") = py::none(), NoGil());
   m.def("grad_scale_", &fusedops::grad_scale_, py::arg("grads"), py::arg("coef"), NoGil());

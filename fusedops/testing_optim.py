@@ -22,6 +22,7 @@ from .registry import OPTIMS
 from .testing import ulp
 
 _RUN_KEYS = ("foreach", "fused", "capturable", "differentiable")
+_OURS = ("param", "weight", "master", "compensation")  # of a snapshot, beside torch's state
 _MOVED = 4.0  # ulp by which a parameter without master has to move, else a step that does nothing would pass
 
 
@@ -56,8 +57,8 @@ def judge_step(
         A judgement per parameter and state tensor. Parameters without a gradient have to stay as they are.
 
     Raises:
-        ValueError: most elements of the parameters without a master would move less than 4 ulp: a step that does
-            nothing would pass there. Choose a larger learning rate.
+        ValueError: most elements of the parameters without master or compensation would move less than 4 ulp: a step
+            that does nothing would pass there. Choose a larger learning rate.
     """
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     before = [_snapshot(optimizer, p) for p, _ in params]
@@ -98,6 +99,8 @@ def _snapshot(optimizer: FusedOptimizer, p: Tensor) -> dict[str, Tensor]:
     copied = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
     copied["param"] = p.detach().clone()
     copied["weight"] = copied.get("master", copied["param"]).double()
+    if "compensation" in copied:
+        copied["weight"] = copied["weight"] + copied["compensation"].double()
     return copied
 
 
@@ -118,9 +121,10 @@ def _truths(
         weight = torch.nn.Parameter(old["weight"].clone())
         weight.grad = grad.clone()
         options = {key: group[key] for key in known if key in group}
-        torchs = reference([weight], **{**options, "lr": float(group["lr"])}, foreach=False)  # type: ignore[call-arg]
+        options.update(lr=float(group["lr"]), betas=tuple(map(float, group["betas"])))
+        torchs = reference([weight], **options, foreach=False)  # type: ignore[call-arg]
         if "step" in old:
-            kept = {key: value for key, value in old.items() if key not in ("param", "weight", "master")}
+            kept = {key: value for key, value in old.items() if key not in _OURS}
             torchs.state[weight] = {k: v.cpu() if k == "step" else v.double() for k, v in kept.items()}
         torchs.step()
         truths.append({"weight": weight.detach(), **torchs.state[weight]})
@@ -135,7 +139,8 @@ def _check_movement(
     moved = [
         ((truth["weight"] - old["weight"]).abs() / ulp(truth["weight"], p.dtype)).flatten()
         for (p, group), old, truth in zip(params, before, truths, strict=True)
-        if truth and not (group["master_weights"] and p.dtype in (torch.float16, torch.bfloat16))
+        if truth
+        and not ((group["master_weights"] or group["kahan_sum"]) and p.dtype in (torch.float16, torch.bfloat16))
     ]
     if sum(m.numel() for m in moved) and torch.cat([m.cpu() for m in moved]).median() < _MOVED:
         raise ValueError(f"judge_step: most parameters move less than {_MOVED:g} ulp: nothing could be judged")
@@ -178,6 +183,9 @@ def _judge_parameter(
             judged.append(Judgement(f"{where}: {name}", math.inf, math.inf, "is missing"))
             continue
         judged.append(_judge_tensor(f"{where}: {name}", new[name], right, slack * condition[key]))
+    if "compensation" in new:
+        rest = truth["weight"] - new["param"].double()
+        judged.append(_judge_tensor(f"{where}: compensation", new["compensation"], rest, slack * condition["weight"]))
     if "master" in new:
         rounded = torch.equal(new["param"], new["master"].to(p.dtype))
         judged.append(Judgement(f"{where}: param", 0.0, 0.0, None if rounded else "is not its master, rounded"))

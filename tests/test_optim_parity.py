@@ -18,6 +18,10 @@ MIXES = [
     pytest.param(torch.float32, {}, id="fp32"),
     pytest.param(torch.float64, {}, id="fp64"),
     pytest.param(torch.float32, {"state_dtype": torch.bfloat16}, id="fp32-bf16"),
+    pytest.param(torch.bfloat16, {"bf16_stochastic_round": True}, id="bf16-stochastic"),
+    pytest.param(
+        torch.bfloat16, {"bf16_stochastic_round": True, "state_dtype": torch.float32}, id="bf16-fp32-stochastic"
+    ),
     *(
         pytest.param(dtype, options, id=f"{name}-{'-'.join(options) or 'plain'}")
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -26,6 +30,8 @@ MIXES = [
             {"state_dtype": torch.float32},
             {"master_weights": True},
             {"state_dtype": torch.float32, "master_weights": True},
+            {"kahan_sum": True},
+            {"state_dtype": torch.float32, "kahan_sum": True},
         )
     ),
 ]

@@ -157,15 +157,19 @@ def test_row_count_changes_compile_nothing(compiler):
     assert hashes(1) == hashes(16) == hashes(17) == hashes(4096)
 
 
-def adam_calls(param: torch.dtype, state: torch.dtype, master: bool, amsgrad: bool) -> dict[str, Any]:
+def adam_calls(param: torch.dtype, state: torch.dtype, kept: str, amsgrad: bool) -> dict[str, Any]:
     p, s = torch.zeros(64, dtype=param), torch.zeros(64, dtype=state)
-    plan = adam.adam_plan(
-        [p], [s], [s], [s] if amsgrad else [], [p.float() if master else None], [torch.zeros(())], [0]
-    )
+    master, compensation = p.float() if kept == "master" else None, p.clone() if kept == "kahan" else None
+    plan = adam.adam_plan([p], [s], [s], [s] if amsgrad else [], [master], [compensation], [torch.zeros(())], [0], [0])
     one = torch.ones(1)
-    lists = ([1e-3], [0.9], [0.99], [1e-8], [0.1], [True], [amsgrad], [False])
+    lists = ([1e-3], [0.9], [0.99], [1e-8], [0.1], [True], [amsgrad], [False], [7 if kept == "stochastic" else None])
+
+    def step() -> None:
+        plan.prepare([p], *lists, one, one, one, 1.0)
+        plan.launch()
+
     return {
-        "step": lambda: plan.step([p], *lists, one, one, one, 1.0),
+        "step": step,
         "grad_norm": lambda: adam.grad_norm([p], one, one),
         "grad_scale_": lambda: adam.grad_scale_([p], one),
     }
@@ -173,18 +177,27 @@ def adam_calls(param: torch.dtype, state: torch.dtype, master: bool, amsgrad: bo
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("param", "state", "master", "amsgrad"),
-    [(F32, F32, False, False), (BF16, F32, True, False), (BF16, BF16, False, False), (F32, F32, False, True)],
+    ("param", "state", "kept", "amsgrad"),
+    [
+        (F32, F32, "", False),
+        (BF16, F32, "master", False),
+        (BF16, BF16, "", False),
+        (F32, F32, "", True),
+        (BF16, BF16, "kahan", False),
+        (F16, F32, "kahan", True),
+        (BF16, BF16, "stochastic", False),
+        (BF16, F32, "stochastic", False),
+    ],
 )
-def test_adam_compiles_with_vectors(compiler, architecture, param, state, master, amsgrad, request):
+def test_adam_compiles_with_vectors(compiler, architecture, param, state, kept, amsgrad, request):
     if architecture == 120 and not amsgrad and state == F32:
         old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
         request.applymarker(pytest.mark.xfail(old, reason="Triton 3.6's assembler spills 16 to 32 bytes for 12.0"))
-    for name, call in adam_calls(param, state, master, amsgrad).items():
+    for name, call in adam_calls(param, state, kept, amsgrad).items():
         made = {kernel.name: kernel for kernel in compiler(architecture, call)}
         if name == "step":
             update = made["adam_kernel"]
-            tensors = 3 + amsgrad + master  # parameter, both moments
+            tensors = 3 + amsgrad + (kept in ("master", "kahan"))  # parameter, both moments
             assert len([a for a in update.accesses("st") if ".v4" in a or ".v2.b64" in a]) >= tensors
         elif name == "grad_norm":
             assert any(".v4" in access or ".v2.b64" in access for access in made["grad_norm_kernel"].accesses("ld"))

@@ -15,6 +15,7 @@ namespace fusedops::cpu {
 namespace {
 
 using adam::Coefficients;
+using adam::Rounding;
 using adam::Scalars;
 using adam::TensorRecord;
 
@@ -101,36 +102,73 @@ FUSEDOPS_ISA_INLINE void update_tile(const acc_t* __restrict__ g, acc_t* __restr
   }
 }
 
+// Rounds a tile to bf16 by the random bits of its elements; begin is a multiple of kOctet.
+FUSEDOPS_ISA_INLINE void narrow_stochastic(const float* tile, uint16_t* target, const adam::Dither& dither,
+                                           int64_t begin, int64_t n) {
+  alignas(64) uint32_t bits[kTile];
+  for (int64_t octet = 0; octet * adam::kOctet < n; ++octet) {
+    const Words4 words = adam::octet_bits(dither, static_cast<uint64_t>(begin / adam::kOctet + octet));
+    for (int k = 0; k < adam::kOctet; ++k) bits[octet * adam::kOctet + k] = adam::sixteen_bits(words, k);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    target[begin + i] = static_cast<uint16_t>(adam::stochastic_bfloat(float_to_bits(tile[i]), bits[i]));
+  }
+}
+
+// Writes the parameters of a tile of weights that have no master, and what kahan_sum keeps of their rounding.
+template <class acc_t>
+FUSEDOPS_ISA_INLINE void narrow_weights(acc_t* p, acc_t* scratch, const TensorRecord& r, const adam::Dither& dither,
+                                        int64_t begin, int64_t n) {
+  if constexpr (sizeof(acc_t) == sizeof(float)) {
+    if (r.rounding == Rounding::kStochastic) {
+      return narrow_stochastic(p, static_cast<uint16_t*>(r.param), dither, begin, n);
+    }
+  }
+  narrow(p, r.param, r.param_dtype, begin, n);
+  if (r.rounding != Rounding::kKahan) return;
+  const acc_t* held = widen(scratch, r.param, r.param_dtype, begin, n);
+  for (int64_t i = 0; i < n; ++i) p[i] = adam::lost(static_cast<float>(p[i]), static_cast<float>(held[i]));
+  narrow(p, r.companion, r.param_dtype, begin, n);
+}
+
 template <class acc_t>
 FUSEDOPS_ISA_INLINE void update_range(const TensorRecord& r, const void* grad, const Coefficients<acc_t>& coefficients,
-                                      int64_t begin, int64_t end) {
-  alignas(64) acc_t tiles[5][kTile];
+                                      const adam::Dither& dither, int64_t begin, int64_t end) {
+  alignas(64) acc_t tiles[6][kTile];
   const Coefficients<acc_t> c = coefficients;  // by value: the stores below cannot change it
-  void* const values = r.master != nullptr ? static_cast<void*>(r.master) : r.param;
-  const DType value_dtype = r.master != nullptr ? DType::f32 : r.param_dtype;
+  const bool master = r.rounding == Rounding::kMaster;
   for (; begin < end; begin += kTile) {
     const int64_t n = std::min(kTile, end - begin);
     const acc_t* g = widen(tiles[0], const_cast<void*>(grad), r.grad_dtype, begin, n);
-    acc_t* p = widen(tiles[1], values, value_dtype, begin, n);
+    acc_t* p =
+        master ? widen(tiles[1], r.companion, DType::f32, begin, n) : widen(tiles[1], r.param, r.param_dtype, begin, n);
     acc_t* m = widen(tiles[2], r.exp_avg, r.exp_avg_dtype, begin, n);
     acc_t* v = widen(tiles[3], r.exp_avg_sq, r.exp_avg_sq_dtype, begin, n);
     acc_t* top =
         r.max_exp_avg_sq != nullptr ? widen(tiles[4], r.max_exp_avg_sq, r.exp_avg_sq_dtype, begin, n) : nullptr;
+    if (r.rounding == Rounding::kKahan) {
+      const acc_t* rest = widen(tiles[5], r.companion, r.param_dtype, begin, n);
+      for (int64_t i = 0; i < n; ++i) p[i] += rest[i];
+    }
     update_tile(g, p, m, v, top, c, n);
-    narrow(p, values, value_dtype, begin, n);
-    if (r.master != nullptr) narrow(r.master + begin, r.param, r.param_dtype, begin, n);
     narrow(m, r.exp_avg, r.exp_avg_dtype, begin, n);
     narrow(v, r.exp_avg_sq, r.exp_avg_sq_dtype, begin, n);
     if (top != nullptr) narrow(top, r.max_exp_avg_sq, r.exp_avg_sq_dtype, begin, n);
+    if (master) {
+      narrow(p, r.companion, DType::f32, begin, n);
+      narrow(p, r.param, r.param_dtype, begin, n);
+    } else {
+      narrow_weights(p, tiles[5], r, dither, begin, n);
+    }
   }
 }
 
 FUSEDOPS_ISA_INLINE void update_body(const TensorRecord& r, const void* grad, const Scalars& s, int64_t begin,
                                      int64_t end) {
   if (r.param_dtype == DType::f64) {
-    update_range<double>(r, grad, s.full, begin, end);
+    update_range<double>(r, grad, s.full, s.dither, begin, end);
   } else {
-    update_range<float>(r, grad, s.single, begin, end);
+    update_range<float>(r, grad, s.single, s.dither, begin, end);
   }
 }
 

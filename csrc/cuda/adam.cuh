@@ -12,12 +12,13 @@ namespace fusedops::cuda {
 using adam::Coefficients;
 using adam::GroupParams;
 using adam::Path;
+using adam::Rounding;
 using adam::Scalars;
 using adam::StepInputs;
 using adam::TensorRecord;
 
 struct PrologueArgs {
-  static constexpr int kGroups = 64;
+  static constexpr int kGroups = 32;
   const TensorRecord* records;  // [tensor_count]
   const void* const* grads;     // [tensor_count]
   Scalars* scalars;             // [tensor_count]
@@ -40,21 +41,19 @@ __global__ void adam_prologue_kernel(const PrologueArgs args) {
     args.scalars[t].active = 0;
     return;
   }
-  const GroupParams& group = args.groups[g];
-  const double lr = group.lr_tensor != nullptr ? adam::read_scalar(group.lr_tensor, group.lr_dtype) : group.lr;
   const float step = *record.step + 1.0f;
-  args.scalars[t] = adam::scalars(adam::coefficients(group, lr, adam::grad_factor(args.inputs), step));
+  args.scalars[t] = adam::scalars(record, args.groups[g], adam::grad_factor(args.inputs), step);
   *record.step = step;
 }
 
 // The dtypes of one tensor's tensors, known when compiling ...
-template <DType kParam, DType kGrad, DType kState, bool kMaster>
+template <DType kParam, DType kGrad, DType kState, Rounding kRounding>
 struct FixedTypes {
   static constexpr DType param = kParam;
   static constexpr DType grad = kGrad;
   static constexpr DType exp_avg = kState;
   static constexpr DType exp_avg_sq = kState;
-  static constexpr bool master = kMaster;
+  static constexpr Rounding rounding = kRounding;
   static constexpr bool amsgrad = false;
 };
 
@@ -64,7 +63,7 @@ struct RuntimeTypes {
   DType grad;
   DType exp_avg;
   DType exp_avg_sq;
-  bool master;
+  Rounding rounding;
   bool amsgrad;
 };
 
@@ -74,11 +73,12 @@ struct Tile {
   char* exp_avg;
   char* exp_avg_sq;
   char* max_exp_avg_sq;
-  char* master;
+  char* companion;
   char* grad;
   Scalars scalars;
   RuntimeTypes types;
   int count;
+  int64_t first;  // the chunk's first element in its tensor; a multiple of kOctet
   Path path;
 };
 
@@ -97,10 +97,11 @@ __device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record
     tile.exp_avg = shifted(r.exp_avg, r.exp_avg_dtype);
     tile.exp_avg_sq = shifted(r.exp_avg_sq, r.exp_avg_sq_dtype);
     tile.max_exp_avg_sq = shifted(r.max_exp_avg_sq, r.exp_avg_sq_dtype);
-    tile.master = shifted(r.master, DType::f32);
-    tile.types = {r.param_dtype,      r.grad_dtype,        r.exp_avg_dtype,
-                  r.exp_avg_sq_dtype, r.master != nullptr, r.max_exp_avg_sq != nullptr};
+    tile.companion = shifted(r.companion, r.rounding == Rounding::kMaster ? DType::f32 : r.param_dtype);
+    tile.types = {r.param_dtype,      r.grad_dtype, r.exp_avg_dtype,
+                  r.exp_avg_sq_dtype, r.rounding,   r.max_exp_avg_sq != nullptr};
     tile.path = r.path;
+    tile.first = first;
     tile.count = int(r.numel - first < chunk_size ? r.numel - first : chunk_size);
   }
   wait_for_previous_kernel();  // the prologue, which writes the scalars; the tables are older
@@ -111,31 +112,69 @@ __device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record
   __syncthreads();
 }
 
+// kVec values as bf16; element i is one of the first kOctet / kVec parts of an octet.
+template <int kVec>
+__device__ __forceinline__ Raw<kVec> pack_stochastic(const float (&in)[kVec], const adam::Dither& dither, int64_t i) {
+  const Words4 bits = adam::octet_bits(dither, uint64_t(i) / adam::kOctet);
+  const bool second = kVec < adam::kOctet && i % adam::kOctet != 0;  // no indexing: the words stay in registers
+  Raw<kVec> raw;
+#pragma unroll
+  for (int k = 0; k < kVec / 2; ++k) {
+    const uint32_t word = second ? bits.word[(k + 2) % 4] : bits.word[k];
+    raw.word[k] = adam::stochastic_bfloat(bit_cast<uint32_t>(in[2 * k]), word & 0xffffu) |
+                  adam::stochastic_bfloat(bit_cast<uint32_t>(in[2 * k + 1]), word >> 16) << 16;
+  }
+  return raw;
+}
+
+// Writes kVec updated weights (overwriting p) as the tensor's rounding says.
+template <int kVec, class Types>
+__device__ __forceinline__ void store_weights(const Types& types, const Tile& tile, int i, float (&p)[kVec]) {
+  if (types.rounding == Rounding::kMaster) store_raw<kVec>(tile.companion, i, DType::f32, pack(p, DType::f32));
+  const Raw<kVec> rounded = types.rounding == Rounding::kStochastic
+                                ? pack_stochastic<kVec>(p, tile.scalars.dither, tile.first + i)
+                                : pack(p, types.param);
+  store_raw<kVec>(tile.param, i, types.param, rounded);
+  if (types.rounding != Rounding::kKahan) return;
+  float held[kVec];
+  unpack(held, rounded, types.param);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) p[k] = adam::lost(p[k], held[k]);
+  store_raw<kVec>(tile.companion, i, types.param, pack(p, types.param));
+}
+
 // Updates the whole vectors of a tile, returns how many elements they hold.
 template <int kThreads, int kVec, int kUnroll, class Types>
 __device__ __forceinline__ int update_vectors(const Types& types, const Tile& tile) {
   constexpr int kStride = kThreads * kVec;
   const int end = tile.count - tile.count % kVec;
-  const DType value_dtype = types.master ? DType::f32 : types.param;
+  const bool master = types.rounding == Rounding::kMaster, kahan = types.rounding == Rounding::kKahan;
+  const DType value_dtype = master ? DType::f32 : types.param;
   for (int base = int(threadIdx.x) * kVec; base < end; base += kUnroll * kStride) {
-    Raw<kVec> value[kUnroll], grad[kUnroll], exp_avg[kUnroll], exp_avg_sq[kUnroll], largest[kUnroll];
+    Raw<kVec> value[kUnroll], grad[kUnroll], exp_avg[kUnroll], exp_avg_sq[kUnroll], largest[kUnroll], rest[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kStride;
       if (i >= end) continue;
       grad[u] = load_raw<kVec>(tile.grad, i, types.grad);
-      value[u] = load_raw<kVec>(types.master ? tile.master : tile.param, i, value_dtype);
+      value[u] = load_raw<kVec>(master ? tile.companion : tile.param, i, value_dtype);
       exp_avg[u] = load_raw<kVec>(tile.exp_avg, i, types.exp_avg);
       exp_avg_sq[u] = load_raw<kVec>(tile.exp_avg_sq, i, types.exp_avg_sq);
       if (types.amsgrad) largest[u] = load_raw<kVec>(tile.max_exp_avg_sq, i, types.exp_avg_sq);
+      if (kahan) rest[u] = load_raw<kVec>(tile.companion, i, types.param);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + u * kStride;
       if (i >= end) continue;
       float g[kVec], p[kVec], m[kVec], v[kVec], top[kVec];
-      unpack(g, grad[u], types.grad);
       unpack(p, value[u], value_dtype);
+      if (kahan) {
+        unpack(g, rest[u], types.param);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) p[k] += g[k];
+      }
+      unpack(g, grad[u], types.grad);
       unpack(m, exp_avg[u], types.exp_avg);
       unpack(v, exp_avg_sq[u], types.exp_avg_sq);
       if (types.amsgrad) unpack(top, largest[u], types.exp_avg_sq);
@@ -148,11 +187,28 @@ __device__ __forceinline__ int update_vectors(const Types& types, const Tile& ti
       store_raw<kVec>(tile.exp_avg, i, types.exp_avg, pack(m, types.exp_avg));
       store_raw<kVec>(tile.exp_avg_sq, i, types.exp_avg_sq, pack(v, types.exp_avg_sq));
       if (types.amsgrad) store_raw<kVec>(tile.max_exp_avg_sq, i, types.exp_avg_sq, pack(top, types.exp_avg_sq));
-      if (types.master) store_raw<kVec>(tile.master, i, DType::f32, pack(p, DType::f32));
-      store_raw<kVec>(tile.param, i, types.param, pack(p, types.param));
+      store_weights<kVec>(types, tile, i, p);
     }
   }
   return end;
+}
+
+// One weight, likewise.
+template <class acc_t>
+__device__ __forceinline__ void store_weight(const Tile& tile, int i, acc_t p) {
+  const RuntimeTypes& types = tile.types;
+  if (types.rounding == Rounding::kStochastic) {
+    const int64_t element = tile.first + i;
+    const Words4 bits = adam::octet_bits(tile.scalars.dither, uint64_t(element) / adam::kOctet);
+    reinterpret_cast<uint16_t*>(tile.param)[i] = uint16_t(
+        adam::stochastic_bfloat(bit_cast<uint32_t>(float(p)), adam::sixteen_bits(bits, int(element % adam::kOctet))));
+    return;
+  }
+  store_one(tile.param, i, types.param, p);  // fp32 arithmetic: the parameter rounds the value its master has
+  if (types.rounding == Rounding::kMaster) store_one(tile.companion, i, DType::f32, p);
+  if (types.rounding == Rounding::kKahan) {
+    store_one(tile.companion, i, types.param, adam::lost(float(p), load_one<float>(tile.param, i, types.param)));
+  }
 }
 
 // Any dtypes, any alignment: misaligned tensors, ends that fill no vector, and fp64.
@@ -161,7 +217,9 @@ __device__ __forceinline__ void update_elements(const Tile& tile, const Coeffici
   const RuntimeTypes& types = tile.types;
   for (int i = begin + int(threadIdx.x); i < tile.count; i += kThreads) {
     const acc_t g = load_one<acc_t>(tile.grad, i, types.grad);
-    acc_t p = types.master ? load_one<acc_t>(tile.master, i, DType::f32) : load_one<acc_t>(tile.param, i, types.param);
+    acc_t p = types.rounding == Rounding::kMaster ? load_one<acc_t>(tile.companion, i, DType::f32)
+                                                  : load_one<acc_t>(tile.param, i, types.param);
+    if (types.rounding == Rounding::kKahan) p += load_one<acc_t>(tile.companion, i, types.param);
     acc_t m = load_one<acc_t>(tile.exp_avg, i, types.exp_avg);
     acc_t v = load_one<acc_t>(tile.exp_avg_sq, i, types.exp_avg_sq);
     acc_t top = types.amsgrad ? load_one<acc_t>(tile.max_exp_avg_sq, i, types.exp_avg_sq) : acc_t(0);
@@ -171,39 +229,52 @@ __device__ __forceinline__ void update_elements(const Tile& tile, const Coeffici
     store_one(tile.exp_avg, i, types.exp_avg, m);
     store_one(tile.exp_avg_sq, i, types.exp_avg_sq, v);
     if (types.amsgrad) store_one(tile.max_exp_avg_sq, i, types.exp_avg_sq, top);
-    if (types.master) store_one(tile.master, i, DType::f32, p);  // fp32 arithmetic: the parameter rounds the same value
-    store_one(tile.param, i, types.param, p);
+    store_weight(tile, i, p);
   }
 }
 
 template <int kThreads, int kUnroll>
 __device__ __forceinline__ void update_tile(const Tile& tile) {
   constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
+  constexpr Rounding nearest = Rounding::kNearest, master = Rounding::kMaster;
+  constexpr Rounding kahan = Rounding::kKahan, stochastic = Rounding::kStochastic;
   if (tile.path == Path::kDouble) return update_elements<kThreads, double>(tile, tile.scalars.full, 0);
   int done = 0;
   if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * width_of(tile.types.grad)) == 0) {
     switch (tile.path) {
-      case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, false>{}, tile); break;
+      case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, nearest>{}, tile); break;
       case Path::kBFloat:
-        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, false>{}, tile);
+        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, nearest>{}, tile);
         break;
       case Path::kHalf:
-        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, false>{}, tile);
+        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, nearest>{}, tile);
         break;
       case Path::kBFloatMaster:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, true>{}, tile);
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, master>{}, tile);
         break;
       case Path::kHalfMaster:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, true>{}, tile);
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, master>{}, tile);
         break;
       case Path::kBFloatMasterMainGrad:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, true>{}, tile);
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, master>{}, tile);
         break;
       case Path::kBFloatState:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, false>{}, tile);
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, nearest>{}, tile);
         break;
       case Path::kHalfState:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, false>{}, tile);
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, nearest>{}, tile);
+        break;
+      case Path::kBFloatKahan:
+        done = update_vectors<kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, kahan>{}, tile);
+        break;
+      case Path::kBFloatStateKahan:
+        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, kahan>{}, tile);
+        break;
+      case Path::kBFloatStochastic:
+        done = update_vectors<kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, stochastic>{}, tile);
+        break;
+      case Path::kBFloatStateStochastic:
+        done = update_vectors<kThreads, 4, 1>(FixedTypes<bf16, bf16, f32, stochastic>{}, tile);
         break;
       case Path::kRuntime: done = update_vectors<kThreads, 4, 1>(tile.types, tile); break;
       default: break;

@@ -23,13 +23,15 @@
 namespace fusedops {
 
 using adam::GroupParams;
+using adam::Number;
+using adam::Rounding;
 using adam::Scalars;
 using adam::StepInputs;
 using adam::TensorRecord;
 
 namespace {
 
-constexpr const char* kRoleNames[] = {"params", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"};
+constexpr const char* kRoleNames[] = {"params", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "compensation"};
 
 // A gradient without elements: its step counts, and there is nothing to read.
 void* const kEmptyGradient = reinterpret_cast<void*>(uintptr_t{16});
@@ -73,16 +75,18 @@ struct AdamPlan::StreamTables {
 };
 
 AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_avg, std::vector<at::Tensor> exp_avg_sq,
-                   OptionalTensors max_exp_avg_sq, OptionalTensors master, std::vector<at::Tensor> step,
-                   std::vector<int64_t> group)
+                   OptionalTensors max_exp_avg_sq, OptionalTensors master, OptionalTensors compensation,
+                   std::vector<at::Tensor> step, std::vector<int64_t> group, std::vector<int64_t> index)
     : device_(params.empty() ? c10::Device(at::kCPU) : params.front().device()) {
   const size_t n = params.size();
   check_length("exp_avg", exp_avg.size(), n);
   check_length("exp_avg_sq", exp_avg_sq.size(), n);
   if (!max_exp_avg_sq.empty()) check_length("max_exp_avg_sq", max_exp_avg_sq.size(), n);
   if (!master.empty()) check_length("master", master.size(), n);
+  if (!compensation.empty()) check_length("compensation", compensation.size(), n);
   check_length("step", step.size(), n);
   check_length("group", group.size(), n);
+  check_length("index", index.size(), n);
   check_device_is_served(device_);
 
   entries_.resize(n);
@@ -94,12 +98,14 @@ AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_a
     entry.tensors[kExpAvgSq] = std::move(exp_avg_sq[i]);
     if (!max_exp_avg_sq.empty() && max_exp_avg_sq[i]) entry.tensors[kMaxExpAvgSq] = std::move(*max_exp_avg_sq[i]);
     if (!master.empty() && master[i]) entry.tensors[kMaster] = std::move(*master[i]);
+    if (!compensation.empty() && compensation[i]) entry.tensors[kCompensation] = std::move(*compensation[i]);
     entry.step = std::move(step[i]);
     TORCH_CHECK_VALUE(group[i] >= 0 && group[i] <= UINT16_MAX, "group[", i, "]: expected 0 to ", UINT16_MAX, ", got ",
                       group[i]);
     group_count_ = std::max(group_count_, group[i] + 1);
     records_[i] = {};
     records_[i].group = static_cast<uint16_t>(group[i]);
+    records_[i].index = static_cast<uint32_t>(index[i]);
     records_[i].grad_dtype = DType::f32;
     check_entry(i);
   }
@@ -143,6 +149,12 @@ void AdamPlan::check_entry(size_t i) {
   TORCH_CHECK_VALUE(!master.defined() || (master.scalar_type() == at::kFloat && !is_double), "master[", i,
                     "]: expected float32 beside a parameter that is not float64, got ", master.scalar_type(),
                     " beside ", param.scalar_type());
+  const at::Tensor& compensation = entry.tensors[kCompensation];
+  const bool is_narrow = param.scalar_type() == at::kBFloat16 || param.scalar_type() == at::kHalf;
+  TORCH_CHECK_VALUE(
+      !compensation.defined() || (is_narrow && compensation.scalar_type() == param.scalar_type() && !master.defined()),
+      "compensation[", i, "]: expected the dtype of a float16 or bfloat16 parameter without master, got ",
+      compensation.scalar_type(), " beside ", param.scalar_type());
   const at::Tensor& largest = entry.tensors[kMaxExpAvgSq];
   TORCH_CHECK_VALUE(!largest.defined() || largest.scalar_type() == entry.tensors[kExpAvgSq].scalar_type(),
                     "max_exp_avg_sq[", i, "]: expected ", entry.tensors[kExpAvgSq].scalar_type(),
@@ -167,7 +179,10 @@ void AdamPlan::check_entry(size_t i) {
   record.exp_avg = entry.pointers[kExpAvg];
   record.exp_avg_sq = entry.pointers[kExpAvgSq];
   record.max_exp_avg_sq = nullptr;  // set by a step whose group wants amsgrad
-  record.master = static_cast<float*>(entry.pointers[kMaster]);
+  record.companion = entry.pointers[master.defined() ? kMaster : kCompensation];
+  record.rounding = master.defined()         ? Rounding::kMaster
+                    : compensation.defined() ? Rounding::kKahan
+                                             : Rounding::kNearest;  // until a step whose group has a seed
   record.step = static_cast<float*>(entry.step_pointer);
   record.numel = param.numel();
   record.param_dtype = dtype_of(param);
@@ -265,13 +280,13 @@ std::vector<AdamPlan::Stand> AdamPlan::stage(const std::vector<void*>& grads) {
         case kExpAvg: record.exp_avg = pointer; break;
         case kExpAvgSq: record.exp_avg_sq = pointer; break;
         case kMaxExpAvgSq: record.max_exp_avg_sq = pointer; break;
-        default: record.master = static_cast<float*>(pointer);
+        default: record.companion = pointer;
       }
       stands.push_back({i, static_cast<Role>(role), std::move(copy)});
     }
     const bool moved = before.param != record.param || before.exp_avg != record.exp_avg ||
                        before.exp_avg_sq != record.exp_avg_sq || before.max_exp_avg_sq != record.max_exp_avg_sq ||
-                       before.master != record.master;
+                       before.companion != record.companion;
     if (!moved) continue;
     record.path = choose_path(record);
     ++version_;
@@ -279,11 +294,29 @@ std::vector<AdamPlan::Stand> AdamPlan::stage(const std::vector<void*>& grads) {
   return stands;
 }
 
-std::vector<GroupParams> AdamPlan::group_params(const std::vector<std::variant<double, at::Tensor>>& lr,
-                                                const std::vector<double>& beta1, const std::vector<double>& beta2,
-                                                const std::vector<double>& eps, const std::vector<double>& weight_decay,
-                                                const std::vector<bool>& decoupled,
-                                                const std::vector<bool>& maximize) const {
+// A tensor on the CPU is read now, one on the plan's device when the step runs.
+Number AdamPlan::number(const char* name, const std::variant<double, at::Tensor>& given,
+                        std::vector<at::Tensor>& kept) const {
+  if (const auto* value = std::get_if<double>(&given)) return {*value, nullptr, DType::f64};
+  const at::Tensor& tensor = std::get<at::Tensor>(given);
+  check_scalar(name, tensor, tensor.is_cpu() ? c10::Device(at::kCPU) : device_, true);
+  const DType dtype = dtype_of(tensor);
+  if (tensor.is_cpu()) return {adam::read_scalar(tensor.const_data_ptr(), dtype), nullptr, dtype};
+  kept.push_back(tensor);
+  return {0.0, tensor.const_data_ptr(), dtype};
+}
+
+void AdamPlan::prepare(const OptionalTensors& grads, const Numbers& lr, const Numbers& beta1, const Numbers& beta2,
+                       const std::vector<double>& eps, const std::vector<double>& weight_decay,
+                       const std::vector<bool>& decoupled, const std::vector<bool>& amsgrad,
+                       const std::vector<bool>& maximize, const std::vector<std::optional<uint64_t>>& seed,
+                       const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+                       const std::optional<at::Tensor>& grad_norm, std::optional<double> max_grad_norm) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const at::NoGradGuard no_grad;
+  prepared_.reset();
+  const size_t n = entries_.size();
+  check_length("grads", grads.size(), n);
   const size_t count = lr.size();
   TORCH_CHECK_VALUE(count >= static_cast<size_t>(group_count_), "lr: expected at least ", group_count_, " groups, got ",
                     count);
@@ -292,49 +325,27 @@ std::vector<GroupParams> AdamPlan::group_params(const std::vector<std::variant<d
   check_length("eps", eps.size(), count);
   check_length("weight_decay", weight_decay.size(), count);
   check_length("decoupled", decoupled.size(), count);
+  check_length("amsgrad", amsgrad.size(), count);
   check_length("maximize", maximize.size(), count);
-  std::vector<GroupParams> groups(count);
+  check_length("seed", seed.size(), count);
+  Prepared step;
   for (size_t g = 0; g < count; ++g) {
-    GroupParams& group = groups[g];
-    group = {0.0, nullptr, beta1[g], beta2[g], eps[g], weight_decay[g], DType::f32, decoupled[g], maximize[g]};
-    if (const auto* value = std::get_if<double>(&lr[g])) {
-      group.lr = *value;
-      continue;
-    }
-    const at::Tensor& tensor = std::get<at::Tensor>(lr[g]);
-    check_scalar("lr", tensor, tensor.is_cpu() ? c10::Device(at::kCPU) : device_, true);
-    group.lr_dtype = dtype_of(tensor);
-    if (tensor.is_cpu()) {
-      group.lr = adam::read_scalar(tensor.const_data_ptr(), group.lr_dtype);
-    } else {
-      group.lr_tensor = tensor.const_data_ptr();
-    }
+    step.groups.push_back({number("lr", lr[g], step.kept), number("beta1", beta1[g], step.kept),
+                           number("beta2", beta2[g], step.kept), eps[g], weight_decay[g], seed[g].value_or(0),
+                           decoupled[g], maximize[g]});
   }
-  return groups;
-}
-
-void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant<double, at::Tensor>>& lr,
-                    const std::vector<double>& beta1, const std::vector<double>& beta2, const std::vector<double>& eps,
-                    const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
-                    const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
-                    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                    const std::optional<at::Tensor>& grad_norm, std::optional<double> max_grad_norm) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const at::NoGradGuard no_grad;
-  const size_t n = entries_.size();
-  check_length("grads", grads.size(), n);
-  const std::vector<GroupParams> groups = group_params(lr, beta1, beta2, eps, weight_decay, decoupled, maximize);
-  check_length("amsgrad", amsgrad.size(), groups.size());
   if (n == 0) return;
 
-  StepInputs inputs = {};
+  StepInputs& inputs = step.inputs = {};
   if (grad_scale) {
     check_scalar("grad_scale", *grad_scale, device_, false);
     inputs.grad_scale = grad_scale->const_data_ptr<float>();
+    step.kept.push_back(*grad_scale);
   }
   if (found_inf) {
     check_scalar("found_inf", *found_inf, device_, false);
     inputs.found_inf = found_inf->const_data_ptr<float>();
+    step.kept.push_back(*found_inf);
   }
   if (max_grad_norm) {
     TORCH_CHECK_VALUE(grad_norm.has_value(), "grad_norm: expected a tensor beside max_grad_norm, got None");
@@ -343,63 +354,76 @@ void AdamPlan::step(const OptionalTensors& grads, const std::vector<std::variant
     inputs.grad_norm_dtype = dtype_of(*grad_norm);
     inputs.max_grad_norm = *max_grad_norm;
     inputs.clip = true;
+    step.kept.push_back(*grad_norm);
   }
 
   const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional<c10::Device>(device_));
   refresh_pointers();
-  std::vector<void*> pointers(n, nullptr);
-  std::vector<at::Tensor> copies;  // freed after the launch, reused in stream order
+  step.grads.assign(n, nullptr);
   bool any = false;
   for (size_t i = 0; i < n; ++i) {
     if (!grads[i] || !grads[i]->defined()) continue;
     const at::Tensor& grad = *grads[i];
-    pointers[i] = gradient_pointer(i, grad, copies);
+    step.grads[i] = gradient_pointer(i, grad, step.kept);
     any = true;
     TensorRecord& record = records_[i];
-    void* const largest = amsgrad[record.group] ? entries_[i].pointers[kMaxExpAvgSq] : nullptr;
-    TORCH_CHECK_VALUE(!amsgrad[record.group] || entries_[i].tensors[kMaxExpAvgSq].defined(), "max_exp_avg_sq[", i,
+    const Entry& entry = entries_[i];
+    void* const largest = amsgrad[record.group] ? entry.pointers[kMaxExpAvgSq] : nullptr;
+    TORCH_CHECK_VALUE(!amsgrad[record.group] || entry.tensors[kMaxExpAvgSq].defined(), "max_exp_avg_sq[", i,
                       "]: expected a tensor, as its group uses amsgrad, got None");
-    const bool same_largest = entries_[i].staged[kMaxExpAvgSq]
-                                  ? (record.max_exp_avg_sq == nullptr) == (largest == nullptr)
-                                  : record.max_exp_avg_sq == largest;
-    if (record.grad_dtype == dtype_of(grad) && same_largest) continue;
+    const bool same_largest = entry.staged[kMaxExpAvgSq] ? (record.max_exp_avg_sq == nullptr) == (largest == nullptr)
+                                                         : record.max_exp_avg_sq == largest;
+    Rounding rounding = record.rounding;
+    if (record.param_dtype == DType::bf16 && !entry.tensors[kMaster].defined() &&
+        !entry.tensors[kCompensation].defined()) {
+      rounding = seed[record.group] ? Rounding::kStochastic : Rounding::kNearest;
+    }
+    if (record.grad_dtype == dtype_of(grad) && same_largest && record.rounding == rounding) continue;
     record.grad_dtype = dtype_of(grad);
     record.max_exp_avg_sq = largest;
+    record.rounding = rounding;
     record.path = choose_path(record);
     ++version_;
   }
   if (!any) return;
+  step.stands = stage(step.grads);
+  if (!device_.is_cpu()) step.tables = stream_tables(step.grads);
+  prepared_ = std::move(step);
+}
 
-  const std::vector<Stand> stands = stage(pointers);
+void AdamPlan::launch() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!prepared_) return;
+  const at::NoGradGuard no_grad;
+  const Prepared step = *std::exchange(prepared_, std::nullopt);
+  const c10::OptionalDeviceGuard guard(device_.is_cpu() ? std::nullopt : std::optional<c10::Device>(device_));
   if (device_.is_cpu()) {
-    step_cpu(pointers, groups, inputs);
+    step_cpu(step);
   } else {
-    step_cuda(pointers, groups, inputs);
+    step_cuda(step);
   }
-  for (const Stand& stand : stands) entries_[stand.entry].tensors[stand.role].copy_(stand.copy);
-  for (size_t i = 0; i < n; ++i) {  // autograd notices a backward through values that were overwritten
+  for (const Stand& stand : step.stands) entries_[stand.entry].tensors[stand.role].copy_(stand.copy);
+  for (size_t i = 0; i < entries_.size(); ++i) {  // autograd notices a backward through values that were overwritten
     const at::Tensor& param = entries_[i].tensors[kParam];
-    if (pointers[i] != nullptr && !param.is_inference()) param.unsafeGetTensorImpl()->bump_version();
+    if (step.grads[i] != nullptr && !param.is_inference()) param.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<GroupParams>& groups,
-                        const StepInputs& inputs) {
+void AdamPlan::step_cpu(const Prepared& step) {
   constexpr int64_t kChunk = 16384;
   constexpr int64_t kSerial = 65536;  // elements below which another thread does not pay
-  if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0f) return;
+  if (step.inputs.found_inf != nullptr && *step.inputs.found_inf != 0.0f) return;
   const size_t n = records_.size();
-  const double factor = adam::grad_factor(inputs);
+  const double factor = adam::grad_factor(step.inputs);
   std::vector<Scalars> scalars(n);
   std::vector<int64_t> first(n + 1, 0);  // first chunk of each tensor
   int64_t numel = 0;
   for (size_t i = 0; i < n; ++i) {
     const TensorRecord& record = records_[i];
     first[i + 1] = first[i];
-    if (grads[i] == nullptr) continue;
-    const GroupParams& group = groups[record.group];
+    if (step.grads[i] == nullptr) continue;
     *record.step += 1.0f;
-    scalars[i] = adam::scalars(adam::coefficients(group, group.lr, factor, *record.step));
+    scalars[i] = adam::scalars(record, step.groups[record.group], factor, *record.step);
     first[i + 1] += (record.numel + kChunk - 1) / kChunk;
     numel += record.numel;
   }
@@ -408,7 +432,7 @@ void AdamPlan::step_cpu(const std::vector<void*>& grads, const std::vector<Group
     for (int64_t c = begin; c < end; ++c) {
       while (c >= first[t + 1]) ++t;
       const int64_t start = (c - first[t]) * kChunk;
-      cpu::adam_update(records_[t], grads[t], scalars[t], start, std::min(start + kChunk, records_[t].numel));
+      cpu::adam_update(records_[t], step.grads[t], scalars[t], start, std::min(start + kChunk, records_[t].numel));
     }
   });
 }
@@ -430,13 +454,12 @@ at::Tensor uploaded(const std::vector<T>& table, c10::Device device, cudaStream_
 
 }  // namespace
 
-void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<GroupParams>& groups,
-                         const StepInputs& inputs) {
+// The tables of the current stream, or new ones that a captured step owns, brought up to date.
+std::shared_ptr<AdamPlan::StreamTables> AdamPlan::stream_tables(const std::vector<void*>& grads) {
   const cudaStream_t stream = current_stream(device_);
-  std::unique_ptr<StreamTables> captured;
-  const bool capturing = cuda::is_capturing(stream);
-  std::unique_ptr<StreamTables>& slot = capturing ? captured : tables_[stream];
-  if (slot == nullptr) slot = std::make_unique<StreamTables>();
+  std::shared_ptr<StreamTables> captured;
+  std::shared_ptr<StreamTables>& slot = cuda::is_capturing(stream) ? captured : tables_[stream];
+  if (slot == nullptr) slot = std::make_shared<StreamTables>();
   StreamTables& tables = *slot;
   const size_t n = records_.size();
 
@@ -463,19 +486,26 @@ void AdamPlan::step_cuda(const std::vector<void*>& grads, const std::vector<Grou
     tables.grads = uploaded(grads, device_, stream);
     tables.grad_pointers = grads;
   }
+  return slot;
+}
+
+void AdamPlan::step_cuda(const Prepared& step) {
+  const StreamTables& tables = *step.tables;
   cuda::AdamTables args;
   args.records = static_cast<const TensorRecord*>(tables.records.const_data_ptr());
   args.grads = static_cast<const void* const*>(tables.grads.const_data_ptr());
   args.scalars = static_cast<Scalars*>(tables.scalars.mutable_data_ptr());
   args.chunks = static_cast<const cuda::Chunk*>(tables.chunks.const_data_ptr());
-  args.tensor_count = static_cast<int64_t>(n);
+  args.tensor_count = static_cast<int64_t>(records_.size());
   args.chunk_count = tables.first.back();
-  check_launch(cuda::adam_step(args, groups.data(), static_cast<int64_t>(groups.size()), inputs, stream));
+  check_launch(cuda::adam_step(args, step.groups.data(), static_cast<int64_t>(step.groups.size()), step.inputs,
+                               current_stream(device_)));
 }
 
 #else
 
-void AdamPlan::step_cuda(const std::vector<void*>&, const std::vector<GroupParams>&, const StepInputs&) {}
+std::shared_ptr<AdamPlan::StreamTables> AdamPlan::stream_tables(const std::vector<void*>&) { return nullptr; }
+void AdamPlan::step_cuda(const Prepared&) {}
 
 #endif
 

@@ -17,26 +17,30 @@
 namespace fusedops {
 
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+using Numbers = std::vector<std::variant<double, at::Tensor>>;
 
-// The parameters of one device with their state: checked once, their pointers kept in tables, updated together by
-// step().
+// The parameters of one device with their state: checked once, their pointers kept in tables, updated together.
 class AdamPlan {
  public:
   AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_avg, std::vector<at::Tensor> exp_avg_sq,
-           OptionalTensors max_exp_avg_sq, OptionalTensors master, std::vector<at::Tensor> step,
-           std::vector<int64_t> group);
+           OptionalTensors max_exp_avg_sq, OptionalTensors master, OptionalTensors compensation,
+           std::vector<at::Tensor> step, std::vector<int64_t> group, std::vector<int64_t> index);
   ~AdamPlan();
 
-  // One step of every parameter that has a gradient. Nothing is written before everything is checked.
-  void step(const OptionalTensors& grads, const std::vector<std::variant<double, at::Tensor>>& lr,
-            const std::vector<double>& beta1, const std::vector<double>& beta2, const std::vector<double>& eps,
-            const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
-            const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
-            const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-            const std::optional<at::Tensor>& grad_norm, std::optional<double> max_grad_norm);
+  // Checks one step of every parameter that has a gradient and makes whatever it needs; nothing of the caller's is
+  // written. A seed asks for stochastic rounding of bf16 parameters without master and compensation.
+  void prepare(const OptionalTensors& grads, const Numbers& lr, const Numbers& beta1, const Numbers& beta2,
+               const std::vector<double>& eps, const std::vector<double>& weight_decay,
+               const std::vector<bool>& decoupled, const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
+               const std::vector<std::optional<uint64_t>>& seed, const std::optional<at::Tensor>& grad_scale,
+               const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& grad_norm,
+               std::optional<double> max_grad_norm);
+
+  // Takes the step that was prepared last, once.
+  void launch();
 
  private:
-  enum Role { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kRoles };
+  enum Role { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kCompensation, kRoles };
 
   // One parameter and its state.
   struct Entry {
@@ -59,20 +63,26 @@ class AdamPlan {
 
   struct StreamTables;
 
+  // A step that was prepared, with what its pointers point to.
+  struct Prepared {
+    std::vector<void*> grads;
+    std::vector<adam::GroupParams> groups;
+    adam::StepInputs inputs;
+    std::vector<Stand> stands;
+    std::vector<at::Tensor> kept;
+    std::shared_ptr<StreamTables> tables;
+  };
+
   void check_entry(size_t i);
   void check_overlaps() const;
   void refresh_pointers();
   void* gradient_pointer(size_t i, const at::Tensor& grad, std::vector<at::Tensor>& copies);
   std::vector<Stand> stage(const std::vector<void*>& grads);
-  std::vector<adam::GroupParams> group_params(const std::vector<std::variant<double, at::Tensor>>& lr,
-                                              const std::vector<double>& beta1, const std::vector<double>& beta2,
-                                              const std::vector<double>& eps, const std::vector<double>& weight_decay,
-                                              const std::vector<bool>& decoupled,
-                                              const std::vector<bool>& maximize) const;
-  void step_cpu(const std::vector<void*>& grads, const std::vector<adam::GroupParams>& groups,
-                const adam::StepInputs& inputs);
-  void step_cuda(const std::vector<void*>& grads, const std::vector<adam::GroupParams>& groups,
-                 const adam::StepInputs& inputs);
+  adam::Number number(const char* name, const std::variant<double, at::Tensor>& given,
+                      std::vector<at::Tensor>& kept) const;
+  std::shared_ptr<StreamTables> stream_tables(const std::vector<void*>& grads);
+  void step_cpu(const Prepared& step);
+  void step_cuda(const Prepared& step);
 
   std::mutex mutex_;
   c10::Device device_;
@@ -81,7 +91,8 @@ class AdamPlan {
   uint64_t version_ = 0;  // of records_
   bool checked_ = false;  // entries_ passed all checks with the pointers they hold
   int64_t group_count_ = 0;
-  std::map<void*, std::unique_ptr<StreamTables>> tables_;  // by stream
+  std::map<void*, std::shared_ptr<StreamTables>> tables_;  // by stream
+  std::optional<Prepared> prepared_;
 };
 
 // sqrt(sum of (g / grad_scale)^2) over all gradients: 0-dim, fp32 (fp64 when a gradient is). Sets found_inf to 1 when

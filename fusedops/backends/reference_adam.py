@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._common import FLOATS
+from . import philox
+from .memory import memory_layout
+
 
 class ReferenceAdamPlan:
     """One Adam step for the tensors of one device.
@@ -22,9 +26,11 @@ class ReferenceAdamPlan:
         exp_avg: first moments, shaped like the parameters.
         exp_avg_sq: second moments.
         max_exp_avg_sq: running maxima for amsgrad; empty, or None where a group has none.
-        master: fp32 master weights, or None where the parameter is its own master.
+        master: fp32 master weights, or None where a parameter has none.
+        compensation: what the parameter's rounding lost, in its dtype, or None where that is not kept.
         step: 0-dim fp32 counters on the parameters' device.
-        group: index of each parameter's group into the per-group lists of ``step``.
+        group: index of each parameter's group into the per-group lists of ``prepare``.
+        index: of each parameter in its optimizer.
     """
 
     def __init__(
@@ -34,32 +40,36 @@ class ReferenceAdamPlan:
         exp_avg_sq: list[Tensor],
         max_exp_avg_sq: list[Tensor | None],
         master: list[Tensor | None],
+        compensation: list[Tensor | None],
         step: list[Tensor],
         group: list[int],
+        index: list[int],
     ) -> None:
         self._params = params
-        self._tensors = list(
-            zip(exp_avg, exp_avg_sq, max_exp_avg_sq or [None] * len(params), master, step, strict=True)
-        )
+        maxima = max_exp_avg_sq or [None] * len(params)
+        self._tensors = list(zip(exp_avg, exp_avg_sq, maxima, master, compensation, step, strict=True))
         self._group = group
+        self._index = index
+        self._prepared: tuple[Any, ...] | None = None
 
-    def step(
+    def prepare(
         self,
         grads: list[Tensor | None],
         lr: Sequence[float | Tensor],
-        beta1: Sequence[float],
-        beta2: Sequence[float],
+        beta1: Sequence[float | Tensor],
+        beta2: Sequence[float | Tensor],
         eps: Sequence[float],
         weight_decay: Sequence[float],
         decoupled: Sequence[bool],
         amsgrad: Sequence[bool],
         maximize: Sequence[bool],
+        seed: Sequence[int | None],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         grad_norm: Tensor | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Update every parameter that has a gradient.
+        """Check a step of every parameter that has a gradient; nothing is written.
 
         Args:
             grads: gradients as autograd left them, None where there is none; never written.
@@ -71,23 +81,35 @@ class ReferenceAdamPlan:
             decoupled: AdamW's decay instead of Adam's L2 term.
             amsgrad: divide by the running maximum of the second moment.
             maximize: step along the gradient.
+            seed: of the stochastic rounding of bf16 parameters without master and compensation; None: to nearest.
             grad_scale: gradients are divided by it.
             found_inf: where non-zero, nothing changes, the counters included.
             grad_norm: norm of the unscaled gradients.
             max_grad_norm: gradients are scaled down so that their norm is at most this.
 
         Raises:
-            ValueError: a gradient that does not fit its parameter; nothing has been written then.
+            ValueError: a gradient that does not fit its parameter.
         """
         for number, (p, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is not None:
                 _check_gradient(number, p, grad)
-        write = None if found_inf is None else found_inf.reshape(()) == 0
         clip = None if grad_norm is None or max_grad_norm is None else clip_coefficient(grad_norm, max_grad_norm)
-        for p, grad, tensors, i in zip(self._params, grads, self._tensors, self._group, strict=True):
+        groups = list(zip(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, seed, strict=True))
+        self._prepared = (grads, groups, grad_scale, found_inf, clip)
+
+    def launch(self) -> None:
+        """Take the step that was prepared last, once."""
+        if self._prepared is None:
+            return
+        (grads, groups, grad_scale, found_inf, clip), self._prepared = self._prepared, None
+        write = None if found_inf is None else found_inf.reshape(()) == 0
+        for p, grad, tensors, i, index in zip(
+            self._params, grads, self._tensors, self._group, self._index, strict=True
+        ):
             if grad is None:
                 continue
-            exp_avg, exp_avg_sq, max_exp_avg_sq, master, step = map(_local, tensors)
+            lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, seed = groups[i]
+            exp_avg, exp_avg_sq, max_exp_avg_sq, master, compensation, step = map(_local, tensors)
             p = _local(p)
             dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
             g = _local(grad).to(dtype)
@@ -95,31 +117,40 @@ class ReferenceAdamPlan:
                 g = g / grad_scale.reshape(()).to(dtype)
             if clip is not None:
                 g = g * clip.to(dtype)
-            if maximize[i]:
+            if maximize:
                 g = -g
             value = (p if master is None else master).to(dtype)
+            if compensation is not None:
+                value = value + compensation.to(dtype)
 
             t = step.to(_scalar_dtype(p.device)) + 1
-            rate = _rate(lr[i], t)
-            step_size = (rate / (1 - beta1[i] ** t)).to(dtype)
-            correction = (1 - beta2[i] ** t).sqrt().to(dtype)
-            if weight_decay[i] and decoupled[i]:
-                value = value * (1 - rate * weight_decay[i]).to(dtype)
-            elif weight_decay[i]:
-                g = g.add(value, alpha=weight_decay[i])
-            m = torch.lerp(exp_avg.to(dtype), g, 1 - beta1[i])
-            v = (exp_avg_sq.to(dtype) * beta2[i]).addcmul(g, g, value=1 - beta2[i])
+            rate, decay1, decay2 = (_number(x, t) for x in (lr, beta1, beta2))
+            step_size = (rate / (1 - decay1**t)).to(dtype)
+            correction = (1 - decay2**t).sqrt().to(dtype)
+            if weight_decay and decoupled:
+                value = value * (1 - rate * weight_decay).to(dtype)
+            elif weight_decay:
+                g = g.add(value, alpha=weight_decay)
+            m = torch.lerp(exp_avg.to(dtype), g, (1 - decay1).to(dtype))
+            v = exp_avg_sq.to(dtype) * decay2.to(dtype) + (1 - decay2).to(dtype) * g * g
             peak = v
-            if amsgrad[i]:
+            if amsgrad:
                 peak = torch.maximum(max_exp_avg_sq.to(dtype), v)
                 _write(max_exp_avg_sq, peak, write)
-            value = value + -step_size * m / (peak.sqrt() / correction + eps[i])
+            value = value + -step_size * m / (peak.sqrt() / correction + eps)
 
             _write(exp_avg, m, write)
             _write(exp_avg_sq, v, write)
             if master is not None:
                 _write(master, value, write)
-            _write(p, value, write)
+            rounded = value.to(p.dtype)
+            if compensation is not None:
+                rest = value - rounded.to(dtype)
+                _write(compensation, torch.where(rest.isfinite(), rest, 0.0), write)  # inf - inf would be NaN for good
+            elif master is None and seed is not None and p.dtype is torch.bfloat16:
+                bits = philox.sixteen_bits(p.numel(), index, t, seed).as_strided(p.shape, memory_layout(p))
+                rounded = philox.round_to_bfloat16(value, bits)
+            _write(p, rounded, write)
             _write(step, step + 1, write)
 
 
@@ -169,10 +200,10 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def _check_gradient(number: int, p: Tensor, grad: Tensor) -> None:
     if grad.layout is not torch.strided:
         raise ValueError(f"step: gradient of parameter {number}: expected a dense tensor, got layout {grad.layout}")
-    if grad.shape != p.shape or grad.device != p.device or not grad.is_floating_point():
+    if grad.shape != p.shape or grad.device != p.device or grad.dtype not in FLOATS:
         raise ValueError(
-            f"step: gradient of parameter {number}: expected shape {tuple(p.shape)} on {p.device}, floating point, "
-            f"got shape {tuple(grad.shape)} on {grad.device}, {grad.dtype}"
+            f"step: gradient of parameter {number}: expected shape {tuple(p.shape)} on {p.device} in fp64, fp32, fp16 "
+            f"or bf16, got shape {tuple(grad.shape)} on {grad.device} in {grad.dtype}"
         )
 
 
@@ -181,11 +212,11 @@ def _write(target: Tensor, value: Tensor, write: Tensor | None) -> None:
     target.copy_(value if write is None else torch.where(write, value.to(target.dtype), target))
 
 
-def _rate(lr: float | Tensor, like: Tensor) -> Tensor:
-    """Return a learning rate as a 0-dim tensor like ``like``; a number gets there without a copy the host waits for."""
-    if isinstance(lr, Tensor) and lr.device == like.device:
-        return lr.reshape(()).to(like.dtype)
-    return torch.full_like(like, float(lr))
+def _number(number: float | Tensor, like: Tensor) -> Tensor:
+    """Return a number as a 0-dim tensor like ``like``, where it gets without a copy the host waits for."""
+    if isinstance(number, Tensor) and number.device == like.device:
+        return number.reshape(()).to(like.dtype)
+    return torch.full_like(like, float(number))
 
 
 def _scalar_dtype(device: torch.device) -> torch.dtype:

@@ -2,5 +2,6 @@
 
 from .adam import Adam, AdamW
 from .calls import describe
+from .convert import convert_state_dict
 
-__all__ = ["Adam", "AdamW", "describe"]
+__all__ = ["Adam", "AdamW", "convert_state_dict", "describe"]

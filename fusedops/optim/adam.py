@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
 from ..registry import OptimSpec, register
 from .base import Bucket, FusedOptimizer
 
@@ -23,7 +22,7 @@ class Adam(FusedOptimizer):
     Args:
         params: parameters, ``(name, parameter)`` pairs or group dicts; fp16 | bf16 | fp32 | fp64.
         lr: learning rate; a 1-element tensor is read on its device, so it may change between replays of a CUDA graph.
-        betas: decay of the first and second moment.
+        betas: decay of the first and second moment; 1-element tensors are read on their device, as ``lr``.
         eps: added to the denominator.
         weight_decay: times the weight, added to the gradient.
         amsgrad: divide by the running maximum of the second moment.
@@ -33,21 +32,26 @@ class Adam(FusedOptimizer):
         differentiable: must be False.
         fused: False turns the gradient scaler's fused protocol off, as in torch; else changes nothing.
         master_weights: keep fp32 weights behind 16-bit parameters (4 bytes a parameter), which are their rounding.
-        bf16_stochastic_round: not built yet.
-        kahan_sum: not built yet.
+        bf16_stochastic_round: round bf16 parameters at random, up or down with the probabilities that keep the mean;
+            their moments are rounded to nearest as ever, and so are fp16 and wider parameters.
+        kahan_sum: keep what rounding a 16-bit parameter lost in a ``compensation`` of its dtype (2 bytes a parameter),
+            and add it before the next step.
         state_dtype: dtype of the moments: fp32 | bf16 | fp16; None: the parameter's.
         max_grad_norm: clip the norm of all (unscaled) gradients to it within the step; they are not written.
-        seed: of stochastic rounding.
+        seed: of stochastic rounding, 0 to 2⁶⁴ - 1. Give optimizers of one parameter each a seed of their own.
         backend: ``"native"``, ``"triton"`` or ``"reference"`` (Apex's Adam is refused); None: the table's choice.
 
     Raises:
         ValueError: a parameter or option that Adam can't work with.
         UnsupportedError: an option that is not built, or a backend that can't serve it.
 
-    A group may set every option of its own but the last three. State is made with a parameter's first gradient.
+    A group may set every option of its own but ``max_grad_norm`` and ``backend``; at most one of ``master_weights``,
+    ``kahan_sum`` and ``bf16_stochastic_round``. State is made with a parameter's first gradient.
 
     *Numerics*: fp32 arithmetic (fp64 for fp64 parameters), bias corrections in fp64; weights, masters and moments are
-    rounded once, when written. Deterministic. torch's ``foreach`` rounds 16-bit tensors after every operation instead.
+    rounded once, when written. Deterministic: random bits are Philox's of (seed, step, index of the parameter, element
+    in memory order), the same in every backend, so a run resumes from its state dict bit for bit. torch's ``foreach``
+    rounds 16-bit tensors after every operation instead.
     """
 
     op = "adam"
@@ -57,7 +61,7 @@ class Adam(FusedOptimizer):
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -75,13 +79,6 @@ class Adam(FusedOptimizer):
         seed: int = 0,
         backend: str | None = None,
     ) -> None:
-        for name, value in (("bf16_stochastic_round", bf16_stochastic_round), ("kahan_sum", kahan_sum)):
-            if value:
-                raise UnsupportedError(
-                    f"{type(self).__name__}: {name}: not built yet; master_weights=True keeps small updates"
-                )
-        if not isinstance(seed, int):
-            raise ValueError(f"{type(self).__name__}: seed: expected an int, got {seed!r}")
         defaults = {
             "lr": lr,
             "betas": tuple(betas) if isinstance(betas, Sequence) else betas,
@@ -95,7 +92,10 @@ class Adam(FusedOptimizer):
             "fused": fused,
             "decoupled_weight_decay": self._decoupled,
             "master_weights": master_weights,
+            "bf16_stochastic_round": bf16_stochastic_round,
+            "kahan_sum": kahan_sum,
             "state_dtype": state_dtype,
+            "seed": seed,
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
 
@@ -112,13 +112,15 @@ class Adam(FusedOptimizer):
             bucket.column("exp_avg_sq"),
             [] if all(t is None for t in largest) else largest,
             bucket.column("master"),
+            bucket.column("compensation"),
             bucket.column("step"),
             bucket.group,
+            bucket.index,
         )
         return plan
 
     def arguments(self) -> tuple[list[Any], ...]:
-        """Return the lists of AdamPlan.step, one element a group."""
+        """Return the lists of AdamPlan.prepare, one element a group."""
         groups = self.param_groups
         return (
             [g["lr"] for g in groups],
@@ -129,6 +131,7 @@ class Adam(FusedOptimizer):
             [g["decoupled_weight_decay"] for g in groups],
             [g["amsgrad"] for g in groups],
             [g["maximize"] for g in groups],
+            [g["seed"] if g["bf16_stochastic_round"] else None for g in groups],
         )
 
 
@@ -145,7 +148,7 @@ class AdamW(Adam):
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -195,7 +198,7 @@ def _condition(
         before: fp64 ``weight``, ``grad``, ``exp_avg``, ``exp_avg_sq`` before the step.
         after: fp64 ``weight``, ``exp_avg``, ``exp_avg_sq``, ``step``, and ``max_exp_avg_sq`` with amsgrad, after it.
     """
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
     weight, grad = before["weight"].abs(), before["grad"].abs()
     if not group["decoupled_weight_decay"]:

@@ -1,8 +1,9 @@
 """What every optimizer of ours shares: groups, lazily made state, one plan a device, the gradient scaler's protocol.
 
-A *plan* is a backend's prepared step for the tensors of one device. It is kept across steps and made anew when
-parameters, state objects or the groups' structure change; what may change between steps (gradients, learning rates,
-decays) is passed to ``plan.step`` each time. Nothing here waits for a device.
+A *plan* is a backend's step for the tensors of one device. It is kept across steps and made anew when parameters, state
+objects or the groups' structure change; what may change between steps (gradients, learning rates, decays) is passed to
+``plan.prepare`` each time, which checks and allocates. Only when all plans are prepared does ``plan.launch`` write: a
+step that raises has changed nothing, on any device. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class Bucket:
         backend: module of the backend that serves it.
         params: parameters that have state.
         group: index of each one's group.
+        index: of each one in the optimizer, all groups counted through.
         states: state of each one, by torch's keys.
-        plan: the backend's prepared step.
-        grads: gradients of the current step; empty between steps.
+        plan: the backend's step.
     """
 
     device: torch.device
     backend: Any = None
     params: list[Tensor] = field(default_factory=list)
     group: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     plan: Any = None
-    grads: list[Tensor | None] = field(default_factory=list)
 
     def column(self, key: str) -> list[Tensor | None]:
         """Return one state tensor of every parameter, None where a parameter has none."""
@@ -115,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def arguments(self) -> tuple[list[Any], ...]:
-        """Return the per-group lists that ``plan.step`` takes after the gradients; first the learning rates."""
+        """Return the per-group lists that ``plan.prepare`` takes after the gradients; first the learning rates."""
         raise NotImplementedError
 
     # ---- torch.optim.Optimizer ----
@@ -165,9 +166,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict; fp32 masters are under ``master``, ``capturable`` is always saved as False.
+        """Return torch's state dict; ``capturable`` is always saved as False.
 
-        A state dict of ours loads into torch.optim, which casts the state of 16-bit parameters to their dtype.
+        A 16-bit parameter's state may hold one more tensor: its fp32 ``master`` (``master_weights``) or its
+        ``compensation`` (``kahan_sum``).
+
+        A state dict of ours loads into torch.optim, which casts the state of 16-bit parameters to their dtype; see
+        ``convert_state_dict``.
         """
         saved = super().state_dict()
         for group in saved["param_groups"]:
@@ -178,11 +183,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of ours or of the torch optimizer of the same name.
 
-        Every tensor is copied and keeps its saved dtype; ``state_dtype``, where given, decides instead. Masters are
-        taken from the dict, else made from the parameters.
+        Every tensor is copied and keeps its saved dtype; ``state_dtype``, where given, decides instead. So do
+        ``master_weights``, ``kahan_sum`` and ``bf16_stochastic_round`` where one was given, else the dict's own count.
+        Masters and compensations are taken from the dict, else made from each other or from the parameters.
 
         Raises:
-            ValueError: groups, shapes or the kind of weight decay differ; nothing has been loaded then.
+            ValueError: groups, shapes or the kind of weight decay differ, or a value makes no sense; nothing has been
+                loaded then.
         """
         states.load(self, state_dict)
 
@@ -193,6 +200,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         for key in ("max_grad_norm", "backend"):
             self.__dict__.setdefault(key, None)
+        for options in (self.defaults, *self.param_groups):
+            options.update({key: value for key, value in states.OURS.items() if key not in options})
         self._warned_lost_updates = True
         self._reset()
 
@@ -243,20 +252,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
-        for bucket in buckets:
-            bucket.grads = [p.grad for p in bucket.params]
+        grads = [[p.grad for p in bucket.params] for bucket in buckets]
         self.grad_norm = norm = limit = None
         if self.max_grad_norm is not None or self._fill_found_inf:
-            self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
+            self.grad_norm = self._measure(buckets, grads, grad_scale, found_inf if self._fill_found_inf else None)
         if self.max_grad_norm is not None and self.grad_norm is not None:
             norm, limit = self.grad_norm, self.max_grad_norm
-        rates, *options = self.arguments()
-        self._warn_captured_rates(buckets, rates)
-        for bucket in buckets:
-            device, grads = bucket.device, bucket.grads
-            bucket.grads = []
+        arguments = self.arguments()
+        self._warn_captured_rates(buckets, arguments[0])
+        for bucket, mine in zip(buckets, grads, strict=True):
+            device = bucket.device
             here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
-            bucket.plan.step(grads, [_rate(lr, device) for lr in rates], *options, *here, limit)
+            bucket.plan.prepare(mine, *([_number(x, device) for x in column] for column in arguments), *here, limit)
+        for bucket in buckets:
+            bucket.plan.launch()
         self._last_found_inf = found_inf
 
     def _warn_captured_rates(self, buckets: list[Bucket], rates: list[Any]) -> None:
@@ -272,11 +281,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=6,
             )
 
-    def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
+    def _measure(
+        self,
+        buckets: list[Bucket],
+        gradients: list[list[Tensor | None]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> Tensor | None:
         """Return the norm of all unscaled gradients, set ``found_inf`` where one is not finite; one read of each."""
         norms = []
-        for bucket in buckets:
-            grads = [g for g in bucket.grads if g is not None]
+        for bucket, mine in zip(buckets, gradients, strict=True):
+            grads = [g for g in mine if g is not None]
             if not grads:
                 continue
             found = found_inf
@@ -300,36 +315,45 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _structure(self) -> list[Any]:
         return [forced_backend(self.op, self.backend)] + [
-            (g["amsgrad"], g["master_weights"], g["state_dtype"]) for g in self.param_groups
+            (g["amsgrad"], g["master_weights"], g["kahan_sum"], g["bf16_stochastic_round"], g["state_dtype"])
+            for g in self.param_groups
         ]
 
     def _prepare(self) -> list[Bucket]:
         """Make missing state, mend state that others replaced, and build one plan a device."""
         owner = type(self).__name__
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(params):
+            checks.check_gradient(owner, number, p)
+        checks.check_overlaps(owner, params)
         waiting = []
+        made: dict[Tensor, dict[str, Any]] = {}  # becomes state once nothing can fail any more
         buckets: dict[Any, Bucket] = {}
+        number = -1
         for i, group in enumerate(self.param_groups):
             checks.check_group(f"{owner}: group {i}", group)
             moments = self.moments(group)
             for p in group["params"]:
+                number += 1
                 state = self.state.get(p)
                 if not state:
                     if p.grad is None:
                         waiting.append(p)
                         continue
-                    checks.check_gradient(owner, p)
-                    state = self.state[p] = {}
+                    state = made[p] = {}
                 states.complete(state, p, group, moments)
                 bucket = buckets.setdefault((p.device, checks.is_plain(p)), Bucket(p.device))
                 bucket.params.append(p)
                 bucket.group.append(i)
+                bucket.index.append(number)
                 bucket.states.append(state)
         for (_, plain), bucket in buckets.items():
             bucket.backend = self._choose_backend(bucket, plain)
             bucket.plan = self.make_plan(bucket)
+        self.state.update(made)
         planned = [state for bucket in buckets.values() for state in bucket.states]
         self._seen = _Seen(
-            params=[p for group in self.param_groups for p in group["params"]],
+            params=params,
             states=[*self.state.values()],
             planned=planned,
             values=[value for state in planned for value in state.values()],
@@ -373,10 +397,10 @@ def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
     return None if t is None else on_device(t, device)
 
 
-def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return a learning rate that a plan on ``device`` can read: a number, or an fp32 or fp64 tensor there or here."""
-    if not isinstance(lr, Tensor):
-        return float(lr)
-    if lr.dtype not in (torch.float32, torch.float64):
-        lr = lr.to(torch.float32)
-    return lr if lr.device.type == "cpu" else on_device(lr, device)
+def _number(value: Any, device: torch.device) -> Any:
+    """Return what a plan on ``device`` can read: a tensor becomes fp32 or fp64, there or on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dtype not in (torch.float32, torch.float64):
+        value = value.to(torch.float32)
+    return value if value.device.type == "cpu" else on_device(value, device)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..backends.memory import memory_layout
 from ..errors import UnsupportedError
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What keeps the updates that rounding to 16 bits would lose; one of them at most.
+KEEPERS = ("master_weights", "kahan_sum", "bf16_stochastic_round")
+_FLAGS = ("amsgrad", "maximize", "differentiable", *KEEPERS)
 _SAMPLES = 1 << 16
 
 
@@ -29,23 +34,27 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
         ValueError: an option or a parameter that no Adam can work with.
         UnsupportedError: a sound request that is not served.
     """
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise ValueError(f"{owner}: lr: expected one floating point element, got {tuple(lr.shape)} of {lr.dtype}")
-        lr = lr.item() if lr.device.type == "cpu" else 0.0  # a value on a device is not read back
-    _check_number(owner, "lr", lr)
+    _check_number(owner, "lr", group["lr"])
     betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"{owner}: betas: expected a pair of numbers, got {betas!r}")
     for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor):
-            raise UnsupportedError(f"{owner}: betas[{i}]: a tensor is not supported; pass float(beta)")
         _check_number(owner, f"betas[{i}]", beta, below=1.0)
-    _check_number(owner, "eps", group["eps"])
-    _check_number(owner, "weight_decay", group["weight_decay"])
+    for name in ("eps", "weight_decay"):
+        if isinstance(group[name], Tensor):
+            raise ValueError(f"{owner}: {name}: expected a number, got a tensor of {group[name].dtype}")
+        _check_number(owner, name, group[name])
+    for name in _FLAGS:
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{owner}: {name}: expected True or False, got {group[name]!r}")
     if group["differentiable"]:
         raise UnsupportedError(f"{owner}: differentiable=True: a fused step records no graph; use torch.optim.{owner}")
+    keepers = [name for name in KEEPERS if group[name]]
+    if len(keepers) > 1:
+        raise ValueError(f"{owner}: {keepers[1]}: expected no second way to keep small updates beside {keepers[0]}")
+    seed = group["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise ValueError(f"{owner}: seed: expected an int in [0, 2**64), got {seed!r}")
     if group["state_dtype"] not in (None, *STATE_DTYPES):
         expected = ", ".join(map(str, STATE_DTYPES))
         raise ValueError(f"{owner}: state_dtype: expected None or one of {expected}, got {group['state_dtype']!r}")
@@ -53,9 +62,16 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
 
 
 def _check_number(owner: str, name: str, value: Any, below: float = math.inf) -> None:
+    given = value
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(
+                f"{owner}: {name}: expected one floating point element, got {tuple(value.shape)} of {value.dtype}"
+            )
+        value = value.item() if value.device.type == "cpu" else 0.0  # a value on a device is not read back
     if not isinstance(value, Real) or not 0.0 <= float(value) < below:  # NaN fails every comparison
         bound = "a finite number ≥ 0" if below == math.inf else f"a number in [0, {below:g})"
-        raise ValueError(f"{owner}: {name}: expected {bound}, got {value!r}")
+        raise ValueError(f"{owner}: {name}: expected {bound}, got {given!r}")
 
 
 def _check_parameters(owner: str, params: Iterable[Any]) -> None:
@@ -72,12 +88,43 @@ def _check_parameters(owner: str, params: Iterable[Any]) -> None:
             raise ValueError(f"{owner}: params: parameter {number}: expected a dtype of {expected}, got {p.dtype}")
 
 
-def check_gradient(owner: str, p: Tensor) -> None:
-    """Raise ValueError where the gradient of ``p`` is sparse."""
-    if p.grad is not None and p.grad.layout is not torch.strided:
+def check_gradient(owner: str, number: int, p: Tensor) -> None:
+    """Raise ValueError where parameter ``number`` has a gradient that no step can take."""
+    grad = p.grad
+    if grad is None:
+        return
+    where = f"{owner}: gradient of parameter {number}"
+    if grad.layout is not torch.strided:
+        raise ValueError(f"{where}: expected a dense tensor, got layout {grad.layout}; use torch.optim.SparseAdam")
+    if grad.dtype not in PARAMETER_DTYPES:
+        raise ValueError(f"{where}: expected a dtype of {', '.join(map(str, PARAMETER_DTYPES))}, got {grad.dtype}")
+    if grad.shape != p.shape or grad.device != p.device:
         raise ValueError(
-            f"{owner}: gradient: expected a dense tensor, got layout {p.grad.layout}; use torch.optim.SparseAdam"
+            f"{where}: expected shape {tuple(p.shape)} on {p.device}, got {tuple(grad.shape)} on {grad.device}"
         )
+
+
+def check_overlaps(owner: str, params: Iterable[Tensor]) -> None:
+    """Raise ValueError where two parameters, or two elements of one, share memory: an update would meet another.
+
+    Parameters with gaps may interleave, as columns of one matrix do; only their starts are compared.
+    """
+    ranges = []
+    for number, p in enumerate(params):
+        if not is_plain(p) or p.is_meta or not p.numel() or not p.data_ptr():
+            continue
+        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+            raise ValueError(
+                f"{owner}: params: parameter {number}: expected memory for every element, got strides {p.stride()}"
+            )
+        elements = p.numel() if memory_layout(p) == p.stride() else 1
+        ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + elements * p.element_size(), number))
+    ranges.sort()
+    for (device, _, end, first), (other, begin, _, second) in pairwise(ranges):
+        if device == other and begin < end:
+            raise ValueError(
+                f"{owner}: params: parameter {second}: expected memory of its own, got memory of parameter {first}"
+            )
 
 
 def lost_updates(params: Iterable[Tensor], lr: float) -> float:
@@ -104,14 +151,15 @@ def lost_updates(params: Iterable[Tensor], lr: float) -> float:
 def warn_lost_updates(owner: str, group: Mapping[str, Any]) -> bool:
     """Warn when most 16-bit weights of the group would not move at its learning rate; return whether it warned."""
     lr = float(group["lr"])
-    if group["master_weights"] or not lr:
+    if any(group[name] for name in KEEPERS) or not lr:
         return False
     share = lost_updates(group["params"], lr)
     if share <= 0.5:
         return False
     warnings.warn(
         f"{owner}: at lr={lr:g}, {share:.0%} of the 16-bit weights are spaced so wide that a step of about lr "
-        "rounds away and they will not move. Pass master_weights=True (4 more bytes a parameter), or keep the "
+        "rounds away and they will not move. Pass master_weights=True (4 more bytes a parameter), kahan_sum=True (2 "
+        "more) or, for bf16, bf16_stochastic_round=True (none; each step adds the noise of a rounding), or keep the "
         "parameters in fp32 under torch.autocast (2 more bytes a parameter for the weight, 2 for its gradient).",
         UserWarning,
         stacklevel=4,

@@ -1,20 +1,23 @@
 """State of the optimizers: how it is made, mended and loaded.
 
-Keys and shapes are torch's (``step`` a 0-dim fp32 tensor, ``exp_avg``, …), with one more: ``master``, the fp32 weights
-behind a 16-bit parameter.
+Keys and shapes are torch's (``step`` a 0-dim fp32 tensor, ``exp_avg``, …), with at most one more for a 16-bit
+parameter: ``master``, its weights in fp32, or ``compensation``, in its own dtype what its rounding lost (weight =
+parameter + compensation).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .checks import STATE_DTYPES, check_group
+from .checks import KEEPERS, STATE_DTYPES, check_group
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
 # Options that say how a step runs, not what it computes: a loaded state dict does not set them.
 _RUN_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _NARROW = (torch.bfloat16, torch.float16)
+# Group options that torch's optimizers don't know, with what they are where a file is older than they are.
+OURS: dict[str, Any] = {
+    "master_weights": False,
+    "bf16_stochastic_round": False,
+    "kahan_sum": False,
+    "state_dtype": None,
+    "seed": 0,
+}
 
 
 def complete(state: MutableMapping[str, Any], p: Tensor, group: Mapping[str, Any], moments: Sequence[str]) -> None:
@@ -42,10 +53,29 @@ def complete(state: MutableMapping[str, Any], p: Tensor, group: Mapping[str, Any
             state[key] = torch.zeros_like(p, dtype=state_dtype(p, group), memory_format=torch.preserve_format)
         elif not _lies_like(value, p):
             state[key] = _laid_out(value, p, value.dtype)
-    if not (group["master_weights"] and p.dtype in _NARROW):
-        state.pop("master", None)
-    elif "master" not in state or not _lies_like(state["master"], p):
-        state["master"] = _laid_out(state.get("master", p), p, torch.float32)
+    kept = {"master": group["master_weights"], "compensation": group["kahan_sum"]}
+    made = {
+        key: _companion(key, state, p) for key, wanted in kept.items() if wanted and p.dtype in _NARROW
+    }  # before one of them goes: each is made from the other
+    for key in kept:
+        state.pop(key, None)
+    state.update(made)
+
+
+def _companion(key: str, state: Mapping[str, Any], p: Tensor) -> Tensor:
+    """Return the master or the compensation of a parameter: as it is, laid out anew, or made from what there is."""
+    dtype = torch.float32 if key == "master" else p.dtype
+    value: Tensor | None = state.get(key)
+    if value is not None and value.dtype is dtype and _lies_like(value, p):
+        return value
+    if value is None:
+        weight = p.detach().float()
+        if "compensation" in state:
+            weight = weight + state["compensation"].to(p.device, torch.float32)
+        weight = state.get("master", weight).to(p.device)
+        rest = weight - p.detach().float()
+        value = weight if key == "master" else torch.where(rest.isfinite(), rest, 0.0)  # not inf - inf
+    return _laid_out(value, p, dtype)
 
 
 def state_dtype(p: Tensor, group: Mapping[str, Any]) -> torch.dtype:
@@ -57,12 +87,15 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
     """Replace groups and state of ``optimizer`` by copies of what ``saved`` holds.
 
     Raises:
-        ValueError: groups, shapes or the kind of weight decay differ; nothing has been changed then.
+        ValueError: groups, shapes or the kind of weight decay differ, or a value makes no sense; nothing has been
+            changed then.
     """
     owner = type(optimizer).__name__
     saved = dict(saved)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         saved = hook(optimizer, saved) or saved
+    if missing := [key for key in ("state", "param_groups") if key not in saved]:
+        raise ValueError(f"{owner}.load_state_dict: expected a dict with {missing[0]!r}, got keys {list(saved)}")
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
         raise ValueError(
@@ -101,11 +134,19 @@ def _merge(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> di
         raise ValueError(f"{where}: expected state of {kinds[not decoupled]}, got state of {kinds[decoupled]}")
     merged = {**group, **deepcopy({key: value for key, value in saved.items() if key != "params"})}
     merged.update({key: group[key] for key in _RUN_KEYS})
-    merged["master_weights"] = group["master_weights"] or merged["master_weights"]
+    if any(group[name] for name in KEEPERS):
+        merged.update({name: group[name] for name in KEEPERS})
     merged["state_dtype"] = group["state_dtype"] or merged["state_dtype"]
-    if isinstance(group["lr"], Tensor) and isinstance(merged["lr"], Tensor):
-        merged["lr"] = merged["lr"].to(group["lr"].device)
+    merged["lr"] = _placed(merged["lr"], group["lr"])
+    betas = merged["betas"]
+    if isinstance(betas, Sequence) and len(betas) == len(group["betas"]):
+        merged["betas"] = tuple(map(_placed, betas, group["betas"]))
     return merged
+
+
+def _placed(number: Any, ours: Any) -> Any:
+    """Return a loaded number, on the device of the tensor it replaces where both are tensors."""
+    return number.to(ours.device) if isinstance(number, Tensor) and isinstance(ours, Tensor) else number
 
 
 def _copy(
@@ -117,16 +158,27 @@ def _copy(
     copied = {}
     for key, value in values.items():
         if key == "step":
+            _check_count(where, value)
             copied[key] = _counter(value, p.device)
-        elif key not in (*moments, "master"):
+        elif key not in (*moments, "master", "compensation"):
             copied[key] = deepcopy(value)
         elif not isinstance(value, Tensor):
             raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
+        elif not value.is_floating_point() or value.layout is not torch.strided:
+            raise ValueError(f"{where}: {key}: expected dense floating point, got {value.dtype}, {value.layout}")
         elif value.shape != p.shape:
             raise ValueError(f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)}")
         else:
-            copied[key] = _laid_out(value, p, torch.float32 if key == "master" else _loaded_dtype(value, p, group))
+            companion = {"master": torch.float32, "compensation": p.dtype}.get(key)
+            copied[key] = _laid_out(value, p, companion or _loaded_dtype(value, p, group))
     return copied
+
+
+def _check_count(where: str, step: Any) -> None:
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"{where}: step: expected one element, got shape {tuple(step.shape)}")
+    if not isinstance(step, Tensor | Real) or not 0 <= float(step) < math.inf:
+        raise ValueError(f"{where}: step: expected a number of steps, got {step!r}")
 
 
 def _loaded_dtype(value: Tensor, p: Tensor, group: Mapping[str, Any]) -> torch.dtype:

@@ -11,6 +11,7 @@
 
 using fusedops::DType;
 using fusedops::TensorSpan;
+using fusedops::adam::Rounding;
 namespace adam = fusedops::adam;
 namespace cuda = fusedops::cuda;
 
@@ -22,6 +23,8 @@ extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStat
 namespace {
 
 constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16, f64 = DType::f64;
+constexpr Rounding nearest = Rounding::kNearest, master = Rounding::kMaster, kahan = Rounding::kKahan,
+                   stochastic = Rounding::kStochastic;
 
 int failures = 0, checks = 0;
 std::mt19937 generator(0);
@@ -77,14 +80,15 @@ struct Array {
 
 struct Types {
   DType param, grad, exp_avg, exp_avg_sq;
-  bool master, amsgrad;
+  Rounding rounding;
+  bool amsgrad;
 };
 
 struct Tensor {
   Types types;
   int group;
   bool has_grad;
-  Array param, grad, exp_avg, exp_avg_sq, largest, master;
+  Array param, grad, exp_avg, exp_avg_sq, largest, companion;
   float step;
 };
 
@@ -100,7 +104,8 @@ Tensor make(const Types& types, int64_t n, int64_t skew, int64_t grad_skew, int 
            {},
            3.0f};
   if (types.amsgrad) t.largest = Array(types.exp_avg_sq, n, skew, 0.3, true);
-  if (types.master) t.master = Array(f32, n, skew, 1.0, false);
+  if (types.rounding == master) t.companion = Array(f32, n, skew, 1.0, false);
+  if (types.rounding == kahan) t.companion = Array(types.param, n, skew, 0.001, false);
   return t;
 }
 
@@ -109,16 +114,17 @@ adam::TensorRecord record_of(Tensor& t) {
                           t.exp_avg.data(),
                           t.exp_avg_sq.data(),
                           t.largest.data(),
-                          static_cast<float*>(t.master.data()),
+                          t.companion.data(),
                           &t.step,
                           t.param.n,
+                          1000u + static_cast<uint32_t>(t.group),
+                          static_cast<uint16_t>(t.group),
                           t.types.param,
                           t.types.grad,
                           t.types.exp_avg,
                           t.types.exp_avg_sq,
                           {},
-                          0,
-                          static_cast<uint16_t>(t.group)};
+                          t.types.rounding};
   r.path = adam::choose_path(r);
   return r;
 }
@@ -144,22 +150,16 @@ const char* build_chunks(const std::vector<int64_t>& numels, int64_t size, std::
                              nullptr);
 }
 
-void check_step(std::vector<Tensor>& tensors, const std::vector<adam::GroupParams>& groups, float* scale,
-                float* found_inf, float* norm) {
+// One step of all tensors through the launchers.
+void run_step(std::vector<Tensor>& tensors, const std::vector<adam::GroupParams>& groups,
+              const adam::StepInputs& inputs) {
   std::vector<adam::TensorRecord> host;
   std::vector<const void*> host_grads;
   std::vector<int64_t> numels;
-  struct Before {
-    std::vector<double> p, g, m, v, top, w;
-    float step;
-  };
-  std::vector<Before> before;
   for (Tensor& t : tensors) {
     host.push_back(record_of(t));
     host_grads.push_back(!t.has_grad ? nullptr : t.grad.n == 0 ? reinterpret_cast<void*>(16) : t.grad.data());
     numels.push_back(t.param.n);
-    before.push_back({t.param.values(), t.grad.values(), t.exp_avg.values(), t.exp_avg_sq.values(), t.largest.values(),
-                      t.master.values(), t.step});
   }
   Tables tables;
   tables.records.resize(host.size());
@@ -168,13 +168,26 @@ void check_step(std::vector<Tensor>& tensors, const std::vector<adam::GroupParam
   const char* error = cuda::upload(tables.records.data(), host.data(), host.size() * sizeof(host[0]), nullptr);
   if (!error) error = cuda::upload(tables.grads.data(), host_grads.data(), host_grads.size() * sizeof(void*), nullptr);
   if (!error) error = build_chunks(numels, cuda::adam_chunk_size(), tables.first, tables.chunks);
-  adam::StepInputs inputs = {scale, found_inf, norm, 0.5, f32, norm != nullptr};
   if (!error) {
     error = cuda::adam_step({tables.records.data(), tables.grads.data(), tables.scalars.data(), tables.chunks.data(),
                              static_cast<int64_t>(host.size()), tables.first.back()},
                             groups.data(), static_cast<int64_t>(groups.size()), inputs, nullptr);
   }
   expect(error == nullptr, error ? error : "launch", -1);
+}
+
+void check_step(std::vector<Tensor>& tensors, const std::vector<adam::GroupParams>& groups, float* scale,
+                float* found_inf, float* norm) {
+  struct Before {
+    std::vector<double> p, g, m, v, top, w;
+    float step;
+  };
+  std::vector<Before> before;
+  for (const Tensor& t : tensors) {
+    before.push_back({t.param.values(), t.grad.values(), t.exp_avg.values(), t.exp_avg_sq.values(), t.largest.values(),
+                      t.companion.values(), t.step});
+  }
+  run_step(tensors, groups, {scale, found_inf, norm, 0.5, f32, norm != nullptr});
 
   const bool skipped = found_inf != nullptr && *found_inf != 0;
   for (int k = 0; k < static_cast<int>(tensors.size()); ++k) {
@@ -184,43 +197,73 @@ void check_step(std::vector<Tensor>& tensors, const std::vector<adam::GroupParam
     expect(t.grad.values() == b.g, "gradient untouched", k);
     if (skipped || !t.has_grad) {
       expect(t.param.values() == b.p && t.exp_avg.values() == b.m && t.exp_avg_sq.values() == b.v &&
-                 t.largest.values() == b.top && t.master.values() == b.w && t.step == b.step,
+                 t.largest.values() == b.top && t.companion.values() == b.w && t.step == b.step,
              "a skipped tensor is untouched", k);
       continue;
     }
     expect(t.step == b.step + 1, "step", k);
-    const double lr = group.lr_tensor ? *static_cast<const float*>(group.lr_tensor) : group.lr;
+    const double lr = adam::read(group.lr), beta1 = adam::read(group.beta1), beta2 = adam::read(group.beta2);
     double factor = scale ? 1.0 / *scale : 1.0;
     if (norm) factor *= std::min(1.0, 0.5 / (*norm + 1e-6));
     const double u = t.types.param == f64 ? std::ldexp(1.0, -50) : std::ldexp(1.0, -21);  // a few fp32 roundings
     for (int64_t i = 0; i < t.param.n; ++i) {
-      const double p0 = t.types.master ? b.w[i] : b.p[i];
+      const double p0 = t.types.rounding == master ? b.w[i] : t.types.rounding == kahan ? b.p[i] + b.w[i] : b.p[i];
       const double raw = b.g[i] * factor * (group.maximize ? -1 : 1);
       const double g = group.decoupled ? raw : raw + group.weight_decay * p0;
-      const double m = b.m[i] + (1 - group.beta1) * (g - b.m[i]);
-      const double v = group.beta2 * b.v[i] + (1 - group.beta2) * g * g;
+      const double m = b.m[i] + (1 - beta1) * (g - b.m[i]);
+      const double v = beta2 * b.v[i] + (1 - beta2) * g * g;
       const double top = t.types.amsgrad ? std::max(b.top[i], v) : v;
       const double size = std::abs(raw) + std::abs(group.weight_decay * p0);  // of what may cancel in g
       const double m_error = u * (std::abs(b.m[i]) + size), v_error = u * (b.v[i] + size * size);
-      const double denominator = std::sqrt(top / (1 - std::pow(group.beta2, t.step))) + group.eps;
-      const double rate = lr / (1 - std::pow(group.beta1, t.step));
+      const double denominator = std::sqrt(top / (1 - std::pow(beta2, t.step))) + group.eps;
+      const double rate = lr / (1 - std::pow(beta1, t.step));
       const double p = p0 * (group.decoupled ? 1 - lr * group.weight_decay : 1) - rate * m / denominator;
       const double p_error = u * std::abs(p0) + rate * (m_error + std::abs(m) * (u + v_error / top)) / denominator;
-      const auto near = [&](const Array& a, double want, double error) {
+      const auto near = [&](const Array& a, double want, double error, double roundings = 1) {
         const double smallest = a.dtype == f16 ? std::ldexp(1.0, -25) : 0;  // half a subnormal
-        return std::abs(a.get(i) - want) <= error + a.unit() * std::abs(want) + smallest;
+        return std::abs(a.get(i) - want) <= error + roundings * a.unit() * std::abs(want) + smallest;
       };
       expect(near(t.exp_avg, m, m_error), "exp_avg", k, i);
       expect(near(t.exp_avg_sq, v, v_error), "exp_avg_sq", k, i);
       if (t.types.amsgrad) expect(near(t.largest, top, v_error), "max_exp_avg_sq", k, i);
-      if (t.types.master) {
-        expect(near(t.master, p, p_error), "master", k, i);
+      if (t.types.rounding == master) {
+        expect(near(t.companion, p, p_error), "master", k, i);
         Array rounded(t.types.param, 1, 0, 0, false);
-        rounded.set(0, t.master.get(i));
+        rounded.set(0, t.companion.get(i));
         expect(rounded.get(0) == t.param.get(i), "param = round(master)", k, i);
       } else {
-        expect(near(t.param, p, p_error), "param", k, i);
+        expect(near(t.param, p, p_error, t.types.rounding == stochastic ? 2 : 1), "param", k, i);
       }
+      if (t.types.rounding == kahan) expect(near(t.companion, p - t.param.get(i), p_error), "compensation", k, i);
+    }
+  }
+}
+
+// Weights that fp32 holds exactly, p - lr * ±1: each must be rounded by its own bits.
+void check_stochastic_bits(DType state, int64_t skew) {
+  const double lr = 0.0371f;
+  std::vector<adam::GroupParams> groups = {
+      {{lr, nullptr, f64}, {0, nullptr, f64}, {0, nullptr, f64}, 0, 0, 0x123456789abcdef0u, true, false}};
+  std::vector<Tensor> tensors;
+  for (const int64_t n : {int64_t{1}, int64_t{12}, int64_t{1030}, 2 * cuda::adam_chunk_size() + 13}) {
+    tensors.push_back(make({bf16, bf16, state, state, stochastic, false}, n, skew, skew, 0, true));
+    Tensor& t = tensors.back();
+    for (int64_t i = 0; i < n; ++i) t.grad.set(i, i % 3 ? 1.0 : -1.0);
+  }
+  std::vector<std::vector<double>> before;
+  for (const Tensor& t : tensors) before.push_back(t.param.values());
+  run_step(tensors, groups, {});
+  for (int k = 0; k < static_cast<int>(tensors.size()); ++k) {
+    for (int64_t i = 0; i < tensors[k].param.n; ++i) {
+      const float weight = static_cast<float>(before[k][i] - lr * tensors[k].grad.get(i));
+      const fusedops::Words4 words =
+          adam::octet_bits({{0x9abcdef0u, 0x12345678u}, 1000, 4}, static_cast<uint64_t>(i / 8));
+      uint32_t bits;
+      memcpy(&bits, &weight, sizeof bits);
+      bits = (bits + (words.word[i % 8 / 2] >> (i % 2 ? 16 : 0) & 0xffff)) & 0xffff0000;
+      float want;
+      memcpy(&want, &bits, sizeof want);
+      expect(tensors[k].param.get(i) == want, "stochastic rounding", k, i);
     }
   }
 }
@@ -272,16 +315,27 @@ void check_norm_and_scale(const std::vector<DType>& dtypes, int64_t skew, float*
 
 int main() {
   const std::vector<Types> tuples = {
-      {f32, f32, f32, f32, false, false},   {bf16, bf16, bf16, bf16, false, false}, {f16, f16, f16, f16, false, false},
-      {bf16, bf16, f32, f32, true, false},  {f16, f16, f32, f32, true, false},      {bf16, f32, f32, f32, true, false},
-      {bf16, bf16, f32, f32, false, false}, {f16, f16, f32, f32, false, false},     {f32, f32, f32, f32, false, true},
-      {f32, bf16, bf16, f16, false, true},  {bf16, f64, f32, f32, true, true},      {f64, f64, f64, f64, false, true},
-      {f64, f32, f32, f64, false, false},
+      {f32, f32, f32, f32, nearest, false},      {bf16, bf16, bf16, bf16, nearest, false},
+      {f16, f16, f16, f16, nearest, false},      {bf16, bf16, f32, f32, master, false},
+      {f16, f16, f32, f32, master, false},       {bf16, f32, f32, f32, master, false},
+      {bf16, bf16, f32, f32, nearest, false},    {f16, f16, f32, f32, nearest, false},
+      {f32, f32, f32, f32, nearest, true},       {f32, bf16, bf16, f16, nearest, true},
+      {bf16, f64, f32, f32, master, true},       {f64, f64, f64, f64, nearest, true},
+      {f64, f32, f32, f64, nearest, false},      {bf16, bf16, bf16, bf16, kahan, false},
+      {bf16, bf16, f32, f32, kahan, false},      {f16, f16, f32, f32, kahan, true},
+      {f16, f16, f16, f16, kahan, false},        {bf16, bf16, bf16, bf16, stochastic, false},
+      {bf16, bf16, f32, f32, stochastic, false}, {bf16, f32, f16, f32, stochastic, true},
   };
-  float lr = 0.02f, scale = 8.0f, clean = 0.0f, dirty = 1.0f, norm = 3.0f;
+  double beta1 = 0.8;
+  float lr = 0.02f, beta2 = 0.95f, scale = 8.0f, clean = 0.0f, dirty = 1.0f, norm = 3.0f;
   std::vector<adam::GroupParams> groups(70);  // more than one prologue takes
-  for (int g = 0; g < 70; ++g) groups[g] = {0.01, nullptr, 0.9, 0.999, 1e-8, 0.1, f32, g % 2 == 0, g % 3 == 0};
-  groups[69].lr_tensor = &lr;
+  for (int g = 0; g < 70; ++g) {
+    groups[g] = {{0.01, nullptr, f64}, {0.9, nullptr, f64}, {0.999, nullptr, f64}, 1e-8, 0.1, 7,
+                 g % 2 == 0,           g % 3 == 0};
+  }
+  groups[69].lr = {0, &lr, f32};
+  groups[69].beta1 = {0, &beta1, f64};
+  groups[69].beta2 = {0, &beta2, f32};
   for (const int64_t skew : {0, 1}) {
     std::vector<Tensor> tensors;
     int k = 0;
@@ -294,6 +348,9 @@ int main() {
     check_step(tensors, groups, &scale, &dirty, &norm);
     check_step(tensors, groups, &scale, &clean, &norm);
     check_step(tensors, groups, nullptr, nullptr, nullptr);
+  }
+  for (const int64_t skew : {0, 1}) {
+    for (const DType state : {bf16, f32, f16}) check_stochastic_bits(state, skew);
   }
   for (const int64_t skew : {0, 1}) {
     check_norm_and_scale({f32, bf16, f16}, skew, &scale, false);

@@ -9,7 +9,6 @@ square roots correctly rounded; deterministic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +38,8 @@ SCALE = ChunkConfig(block=2048, warps=4)
 FINISH = ChunkConfig(block=4096, warps=16)
 PROLOGUE = ChunkConfig(block=128, warps=4)
 
-# The dtypes a launch is compiled for: gradient, parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, has master.
-Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None, bool]
+# What a launch is compiled for: dtype of gradient, parameter, exp_avg, exp_avg_sq, max_exp_avg_sq; the rounding.
+Mix = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None, int]
 
 
 class _Member(NamedTuple):
@@ -51,6 +50,7 @@ class _Member(NamedTuple):
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
     master: Tensor | None
+    compensation: Tensor | None
     step: Tensor
 
 
@@ -71,9 +71,11 @@ class AdamPlan:
         exp_avg: first moments, shaped like the parameters; any of these dtypes.
         exp_avg_sq: second moments, likewise.
         max_exp_avg_sq: running maxima for amsgrad; empty, or None where a group has none.
-        master: fp32 master weights, or None where the parameter is its own master.
+        master: fp32 master weights, or None where a parameter has none.
+        compensation: what the parameter's rounding lost, in its dtype, or None where that is not kept.
         step: 0-dim fp32 counters on the parameters' device.
-        group: index of each parameter's group into the per-group lists of `step`.
+        group: index of each parameter's group into the per-group lists of `prepare`.
+        index: of each parameter in its optimizer.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype or device.
@@ -87,16 +89,20 @@ class AdamPlan:
         exp_avg_sq: list[Tensor],
         max_exp_avg_sq: list[Tensor | None],
         master: list[Tensor | None],
+        compensation: list[Tensor | None],
         step: list[Tensor],
         group: list[int],
+        index: list[int],
     ) -> None:
         maxima = max_exp_avg_sq or [None] * len(params)
-        self._given = list(map(_Member, params, exp_avg, exp_avg_sq, maxima, master, step))
+        self._given = list(map(_Member, params, exp_avg, exp_avg_sq, maxima, master, compensation, step))
         for number, member in enumerate(self._given):
             _check_member(number, member, params[0].device)
         self._device = params[0].device if params else torch.device("cpu")
         self._numels = [p.numel() for p in params]
         self._group = group
+        self._index = index
+        self._prepared: _Prepared | None = None
         self._cache = _Cache(self._device)
         self._bind()
 
@@ -106,7 +112,7 @@ class AdamPlan:
         self._strides = [memory_layout(member.param) for member in self._given]
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._members = [
-            _Member(*(self._in_place(t, strides) for t in member[:5]), member.step)  # type: ignore[arg-type, call-arg]
+            _Member(*(self._in_place(t, strides) for t in member[:-1]), member.step)  # type: ignore[arg-type, call-arg]
             for member, strides in zip(self._given, self._strides, strict=True)
         ]
 
@@ -122,42 +128,45 @@ class AdamPlan:
         return buffer
 
     @torch.no_grad()
-    def step(
+    def prepare(
         self,
         grads: list[Tensor | None],
         lr: Sequence[float | Tensor],
-        beta1: Sequence[float],
-        beta2: Sequence[float],
+        beta1: Sequence[float | Tensor],
+        beta2: Sequence[float | Tensor],
         eps: Sequence[float],
         weight_decay: Sequence[float],
         decoupled: Sequence[bool],
         amsgrad: Sequence[bool],
         maximize: Sequence[bool],
+        seed: Sequence[int | None],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         grad_norm: Tensor | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Update every parameter that has a gradient; the others are untouched, their step too.
+        """Check a step of every parameter that has a gradient and make what it needs; none of these tensors is written.
 
         Args:
             grads: gradients shaped like the parameters, or None; never written.
             lr: learning rate per group, as are the lists after it; a device tensor is read on the device.
-            beta1: decay of the first moment.
-            beta2: decay of the second moment.
+            beta1: decay of the first moment; likewise.
+            beta2: decay of the second moment; likewise.
             eps: added to the denominator.
             weight_decay: decay of the weights.
             decoupled: AdamW's decay instead of Adam's L2 term.
             amsgrad: divide by the running maximum of the second moment, where there is one.
             maximize: step along the gradient.
+            seed: of the stochastic rounding of bf16 parameters without master and compensation; None: to nearest.
             grad_scale: 1-element fp32 that gradients are divided by.
             found_inf: 1-element fp32; where non-zero nothing changes.
             grad_norm: 1-element norm of the unscaled gradients.
             max_grad_norm: gradients are scaled down so that their norm is at most this.
 
         Raises:
-            ValueError: a gradient that does not fit its parameter; nothing has been written then.
+            ValueError: a gradient that does not fit its parameter.
         """
+        self._prepared = None
         if not self._given:
             return
         for number, (member, grad) in enumerate(zip(self._given, grads, strict=True)):
@@ -172,28 +181,49 @@ class AdamPlan:
 
         tables: _Tables = self._cache.get("tables", None, self._make_tables)
         grad_table = self._cache.get("grads", tuple(address(g) for g in laid), self._upload)
-        scalars = self._prologue(
-            tables, grad_table, _hyper(lr, beta1, beta2, eps, weight_decay, decoupled, maximize), lr,
+        scalars = torch.empty((11, len(self._given)), dtype=torch.float32, device=self._device)
+        prologue = self._prologue_arguments(
+            tables, grad_table, scalars, lr, beta1, beta2, (eps, weight_decay, decoupled, maximize),
             grad_scale, found_inf, grad_norm if max_grad_norm is not None else None, max_grad_norm or 0.0,
         )  # fmt: skip
-        dtypes = tuple(
-            _dtypes(member, grad, amsgrad[group])
+        dither = grad_table  # stands in where nothing is rounded at random
+        if any(s is not None for s in seed):
+            dither = self._cache.get("dither", tuple(seed), self._make_dither)
+        mixes = tuple(
+            _mix(member, grad, amsgrad[group], seed[group])
             for member, grad, group in zip(self._members, laid, self._group, strict=True)
         )
-        launches: list[tuple[Dtypes, Chunks]] = self._cache.get("launches", dtypes, self._make_launches)
-        for mix, chunks in launches:
-            self._update(mix, chunks, tables, grad_table, scalars)
+        launches: list[tuple[Mix, Chunks]] = self._cache.get("launches", mixes, self._make_launches)
+        self._prepared = _Prepared((laid, lr, beta1, beta2), prologue, launches, tables, grad_table, scalars, dither)
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Take the step that was prepared last, once."""
+        if self._prepared is None:
+            return
+        step, self._prepared = self._prepared, None
+        grid = (ceil_div(len(self._given), PROLOGUE.block),)
+        launch(
+            kernels.adam_prologue_kernel, grid, self._device, step.prologue, {"BLOCK": PROLOGUE.block}, PROLOGUE.warps
+        )
+        for mix, chunks in step.launches:
+            self._update(mix, chunks, step)
         for tensor, buffer in self._staged:
             tensor.copy_(buffer)
 
     def _make_tables(self, _: None) -> _Tables:
-        rows = [[address(t) for t in kind] for kind in list(zip(*self._members, strict=True))[:5]]
+        rows = [[address(t) for t in kind] for kind in list(zip(*self._members, strict=True))[:4]]
+        companions = [address(m.compensation if m.master is None else m.master) for m in self._members]
         steps = [address(member.step) for member in self._members]
-        table = upload([*rows, steps, self._numels, self._group], self._device)
+        table = upload([*rows, companions, steps, self._numels, self._group], self._device)
         return _Tables(table[:5], table[5], table[6], table[7])
 
-    def _make_launches(self, dtypes: tuple[Dtypes, ...]) -> list[tuple[Dtypes, Chunks]]:
-        members: dict[Dtypes, list[int]] = {}
+    def _make_dither(self, seed: tuple[int | None, ...]) -> Tensor:
+        seeds = [seed[group] or 0 for group in self._group]
+        return self._upload([[s & 0xFFFFFFFF for s in seeds], [s >> 32 for s in seeds], self._index])
+
+    def _make_launches(self, dtypes: tuple[Mix, ...]) -> list[tuple[Mix, Chunks]]:
+        members: dict[Mix, list[int]] = {}
         for i, mix in enumerate(dtypes):
             if self._numels[i]:
                 members.setdefault(mix, []).append(i)
@@ -202,42 +232,62 @@ class AdamPlan:
     def _upload(self, values: Any) -> Tensor:
         return upload(values, self._device)
 
-    def _prologue(
+    def _prologue_arguments(
         self,
         tables: _Tables,
         grad_table: Tensor,
-        hyper: tuple[tuple[float, ...], ...],
+        scalars: Tensor,
         lr: Sequence[float | Tensor],
+        beta1: Sequence[float | Tensor],
+        beta2: Sequence[float | Tensor],
+        others: tuple[Sequence[float], ...],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         grad_norm: Tensor | None,
         max_grad_norm: float,
-    ) -> Tensor:
-        tensors, groups = len(self._given), len(lr)
-        rates = [rate if isinstance(rate, Tensor) and rate.device == self._device else None for rate in lr]
-        rate_key = (tuple(map(address, rates)), tuple(0 if r is None else r.element_size() for r in rates))
-        rate_table = self._cache.get("rates", rate_key, self._upload)
+    ) -> tuple[Any, ...]:
+        # A number on the device stands as 0 in the table of numbers and by its address in the other.
+        rows: list[tuple[float, ...]] = []
+        places: list[tuple[int, ...]] = []
+        for row in (lr, beta1, beta2):
+            there = [n if isinstance(n, Tensor) and n.device == self._device else None for n in row]
+            rows.append(tuple(float(n) if t is None else 0.0 for n, t in zip(row, there, strict=True)))
+            places += [tuple(map(address, there)), tuple(0 if t is None else t.element_size() for t in there)]
+        number_table = self._cache.get("numbers", tuple(places), self._upload)
+        *plain, maximize = others
+        hyper = (*rows, *(tuple(map(float, row)) for row in plain), tuple(-1.0 if m else 1.0 for m in maximize))
         hyper_table = self._cache.get(
             "hyper", hyper, lambda values: self._upload(torch.tensor(values, dtype=torch.float64).view(torch.int64))
         )
-        scalars = torch.empty((10, tensors), dtype=torch.float32, device=self._device)
-        args = (
-            hyper_table.view(torch.float64), rate_table, tables.group, tables.steps, grad_table, scalars,
-            grad_scale, found_inf, grad_norm, float(max_grad_norm), groups, tensors,
+        return (
+            hyper_table.view(torch.float64), number_table, tables.group, tables.steps, grad_table, scalars,
+            grad_scale, found_inf, grad_norm, float(max_grad_norm), len(lr), len(self._given),
         )  # fmt: skip
-        grid = (ceil_div(tensors, PROLOGUE.block),)
-        launch(kernels.adam_prologue_kernel, grid, self._device, args, {"BLOCK": PROLOGUE.block}, PROLOGUE.warps)
-        return scalars
 
-    def _update(self, mix: Dtypes, chunks: Chunks, tables: _Tables, grad_table: Tensor, scalars: Tensor) -> None:
-        grad, param, exp_avg, exp_avg_sq, maximum, has_master = mix
+    def _update(self, mix: Mix, chunks: Chunks, step: _Prepared) -> None:
+        grad, param, exp_avg, exp_avg_sq, maximum, rounding = mix
         meta = {
             "GRAD": _TL[grad], "PARAM": _TL[param], "EXP_AVG": _TL[exp_avg], "EXP_AVG_SQ": _TL[exp_avg_sq],
-            "AMSGRAD": None if maximum is None else _TL[maximum], "MASTER": has_master,
+            "AMSGRAD": None if maximum is None else _TL[maximum], "ROUNDING": rounding,
             "CHUNK": CHUNK, "BLOCK": UPDATE.block,
         }  # fmt: skip
-        args = (chunks.owner, chunks.first, tables.numel, tables.addresses, grad_table, scalars, len(self._given))
+        args = (
+            chunks.owner, chunks.first, step.tables.numel, step.tables.addresses, step.grads, step.scalars,
+            step.dither, len(self._given),
+        )  # fmt: skip
         launch(kernels.adam_kernel, (chunks.programs,), self._device, args, meta, UPDATE.warps)
+
+
+class _Prepared(NamedTuple):
+    """A step that was prepared, with what its pointers point to."""
+
+    kept: tuple[Any, ...]  # what tables know by its address only
+    prologue: tuple[Any, ...]
+    launches: list[tuple[Mix, Chunks]]
+    tables: _Tables
+    grads: Tensor  # [tensors]
+    scalars: Tensor  # [11, tensors]
+    dither: Tensor  # [3, tensors]
 
 
 class _Cache:
@@ -277,42 +327,22 @@ class _Cache:
         return entry[1]
 
 
-def _hyper(
-    lr: Sequence[float | Tensor],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    eps: Sequence[float],
-    weight_decay: Sequence[float],
-    decoupled: Sequence[bool],
-    maximize: Sequence[bool],
-) -> tuple[tuple[float, ...], ...]:
-    """Rows of the prologue's fp64 table. A device learning rate stands as 0: it is read there, without a wait."""
-    return (
-        tuple(float(rate) if not isinstance(rate, Tensor) or rate.device.type == "cpu" else 0.0 for rate in lr),
-        tuple(1.0 - b for b in beta1),
-        tuple(_log(b) for b in beta1),
-        tuple(float(b) for b in beta2),
-        tuple(_log(b) for b in beta2),
-        tuple(float(e) for e in eps),
-        tuple(float(w) for w in weight_decay),
-        tuple(float(d) for d in decoupled),
-        tuple(-1.0 if m else 1.0 for m in maximize),
-    )
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
-
-
-def _dtypes(member: _Member, grad: Tensor | None, amsgrad: bool) -> Dtypes:
+def _mix(member: _Member, grad: Tensor | None, amsgrad: bool, seed: int | None) -> Mix:
     maximum = member.max_exp_avg_sq if amsgrad else None
+    if member.master is not None:
+        rounding = kernels.MASTER
+    elif member.compensation is not None:
+        rounding = kernels.KAHAN
+    else:
+        at_random = seed is not None and member.param.dtype is torch.bfloat16
+        rounding = kernels.STOCHASTIC if at_random else kernels.NEAREST
     return (
         member.param.dtype if grad is None else grad.dtype,
         member.param.dtype,
         member.exp_avg.dtype,
         member.exp_avg_sq.dtype,
         None if maximum is None else maximum.dtype,
-        member.master is not None,
+        rounding.value,
     )
 
 
@@ -328,6 +358,8 @@ def _check_member(number: int, member: _Member, device: torch.device) -> None:
             )
         if name in ("step", "master") and tensor.dtype is not torch.float32:
             raise ValueError(f"adam_plan: {name} {number}: expected torch.float32, got {tensor.dtype}")
+        if name == "compensation" and tensor.dtype is not member.param.dtype:
+            raise ValueError(f"adam_plan: {name} {number}: expected {member.param.dtype}, got {tensor.dtype}")
         _check_dtype("adam_plan", name, number, tensor)
 
 

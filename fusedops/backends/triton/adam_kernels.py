@@ -6,11 +6,18 @@ A program works on one chunk of one tensor; `owner` names the tensor of each chu
 tensor. Element types are compile-time, so tensors that differ in them are served by separate launches.
 
 Bytes per element moved by the update: gradient + 2 × (parameter or master, both states), + parameter written beside a
-master (fp32: 28). Nothing is atomic; every result is the same on every run.
+master, 2 × compensation (fp32: 28). Nothing is atomic; every result is the same on every run.
 """
 
 import triton
 import triton.language as tl
+
+# What becomes of the part of a weight that the parameter's dtype can't hold; as Rounding in csrc/adam.h.
+NEAREST = tl.constexpr(0)
+MASTER = tl.constexpr(1)
+KAHAN = tl.constexpr(2)
+STOCHASTIC = tl.constexpr(3)
+OCTET = tl.constexpr(8)  # elements that one call of Philox serves with sixteen bits each
 
 
 @triton.jit
@@ -41,14 +48,31 @@ def _store(pointer, offsets, value, mask):
     tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _number(hyper_ptr, number_ptr, row, group, groups):
+    """A group's number `row` (lr, beta1, beta2): of the table, or read where a device tensor holds it."""
+    address = tl.load(number_ptr + 2 * row * groups + group)
+    width = tl.load(number_ptr + (2 * row + 1) * groups + group)
+    single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=width == 4, other=0.0)
+    double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=width == 8, other=0.0)
+    number = tl.load(hyper_ptr + row * groups + group)
+    return tl.where(width == 4, single.to(tl.float64), tl.where(width == 8, double, number))
+
+
+@triton.jit
+def _power(base, exponent):
+    """A base ≥ 0 to a positive power, in fp64."""
+    return tl.where(base > 0.0, tl.exp(tl.log(tl.where(base > 0.0, base, 1.0)) * exponent), 0.0)
+
+
 @triton.jit(do_not_specialize=["tensors"])
 def adam_prologue_kernel(
-    hyper_ptr,  # [9, groups] fp64: lr, 1 - beta1, ln beta1, beta2, ln beta2, eps, weight_decay, decoupled, sign
-    lr_ptr,  # [2, groups] int64: address and bytes (4 or 8) of a device lr, else 0
+    hyper_ptr,  # [7, groups] fp64: lr, beta1, beta2, eps, weight_decay, decoupled, sign
+    number_ptr,  # [6, groups] int64: address and bytes (4 or 8) of a device lr, beta1, beta2, else 0
     group_ptr,  # [tensors] int64
     step_ptr,  # [tensors] int64: addresses of fp32 step counters
     grad_ptr,  # [tensors] int64: 0 where a tensor has no gradient
-    scalars_ptr,  # [10, tensors] fp32, written: what adam_kernel reads
+    scalars_ptr,  # [11, tensors] fp32, written: what adam_kernel reads
     grad_scale_ptr,  # [1] fp32 or None
     found_inf_ptr,  # [1] fp32 or None
     grad_norm_ptr,  # [1] fp32 or None
@@ -65,21 +89,14 @@ def adam_prologue_kernel(
         active = active & (tl.load(found_inf_ptr + tl.zeros_like(tensor)) == 0.0)
 
     group = tl.load(group_ptr + tensor, mask=inside, other=0)
+    lr = _number(hyper_ptr, number_ptr, 0, group, groups)
+    beta1 = _number(hyper_ptr, number_ptr, 1, group, groups)
+    beta2 = _number(hyper_ptr, number_ptr, 2, group, groups)
     hyper = hyper_ptr + group
-    lr = tl.load(hyper)
-    lr_address = tl.load(lr_ptr + group)
-    lr_bytes = tl.load(lr_ptr + groups + group)
-    lr_single = tl.load(lr_address.to(tl.pointer_type(tl.float32)), mask=lr_bytes == 4, other=0.0)
-    lr_double = tl.load(lr_address.to(tl.pointer_type(tl.float64)), mask=lr_bytes == 8, other=0.0)
-    lr = tl.where(lr_bytes == 4, lr_single.to(tl.float64), tl.where(lr_bytes == 8, lr_double, lr))
-    beta1_weight = tl.load(hyper + groups)
-    log_beta1 = tl.load(hyper + 2 * groups)
-    beta2 = tl.load(hyper + 3 * groups)
-    log_beta2 = tl.load(hyper + 4 * groups)
-    eps = tl.load(hyper + 5 * groups)
-    weight_decay = tl.load(hyper + 6 * groups)
-    decoupled = tl.load(hyper + 7 * groups) != 0.0
-    factor = tl.load(hyper + 8 * groups)
+    eps = tl.load(hyper + 3 * groups)
+    weight_decay = tl.load(hyper + 4 * groups)
+    decoupled = tl.load(hyper + 5 * groups) != 0.0
+    factor = tl.load(hyper + 6 * groups)
     if grad_scale_ptr is not None:
         factor = factor / tl.load(grad_scale_ptr).to(tl.float64)
     if grad_norm_ptr is not None:
@@ -89,12 +106,12 @@ def adam_prologue_kernel(
     step_address = tl.load(step_ptr + tensor, mask=active, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(step_address, mask=active, other=0.0) + 1.0
     tl.store(step_address, step, mask=active)
-    correction1 = 1.0 - tl.exp(log_beta1 * step.to(tl.float64))
-    correction2 = 1.0 - tl.exp(log_beta2 * step.to(tl.float64))
+    correction1 = 1.0 - _power(beta1, step.to(tl.float64))
+    correction2 = 1.0 - _power(beta2, step.to(tl.float64))
 
     out = scalars_ptr + tensor
     tl.store(out, factor.to(tl.float32), mask=inside)
-    tl.store(out + tensors, beta1_weight.to(tl.float32), mask=inside)
+    tl.store(out + tensors, (1.0 - beta1).to(tl.float32), mask=inside)
     tl.store(out + 2 * tensors, beta2.to(tl.float32), mask=inside)
     tl.store(out + 3 * tensors, (1.0 - beta2).to(tl.float32), mask=inside)
     tl.store(out + 4 * tensors, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=inside)
@@ -103,6 +120,25 @@ def adam_prologue_kernel(
     tl.store(out + 7 * tensors, tl.sqrt(correction2).to(tl.float32), mask=inside)
     tl.store(out + 8 * tensors, eps.to(tl.float32), mask=inside)
     tl.store(out + 9 * tensors, active.to(tl.float32), mask=inside)
+    tl.store(out + 10 * tensors, step, mask=inside)
+
+
+@triton.jit
+def _sixteen_bits(first, key0, key1, index, step, BLOCK: tl.constexpr):
+    """The random bits of elements `first` (a multiple of OCTET) and on, as csrc/adam.h counts them: [BLOCK] uint32."""
+    octet = first // OCTET + tl.arange(0, BLOCK // OCTET)
+    low = (octet & 0xFFFFFFFF).to(tl.uint32)
+    zero = low & 0
+    w0, w1, w2, w3 = tl.philox_impl(low, (octet >> 32).to(tl.uint32), zero + index, zero + step, key0, key1)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.interleave(words & 0xFFFF, words >> 16)
+
+
+@triton.jit
+def _round_stochastic(value, bits):
+    """Fp32 to fp32 numbers that bf16 holds, away from zero where lower half and random bits add up to 2^16."""
+    rounded = ((value.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(value == value, rounded, value)
 
 
 @triton.jit
@@ -112,12 +148,14 @@ def _update_chunk(
     exp_avg,
     exp_avg_sq,
     max_exp_avg_sq,
-    master,
+    companion,
+    first,
     limit,
     scalars_ptr,
+    dither_ptr,
     tensors,
     AMSGRAD: tl.constexpr,
-    MASTER: tl.constexpr,
+    ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -130,17 +168,23 @@ def _update_chunk(
     step_size = tl.load(scalars_ptr + 6 * tensors)
     correction2_sqrt = tl.load(scalars_ptr + 7 * tensors)
     eps = tl.load(scalars_ptr + 8 * tensors)
+    if ROUNDING == STOCHASTIC:
+        step = tl.load(scalars_ptr + 10 * tensors).to(tl.int64).to(tl.uint32)
+        key0 = tl.load(dither_ptr).to(tl.uint32)
+        key1 = tl.load(dither_ptr + tensors).to(tl.uint32)
+        index = tl.load(dither_ptr + 2 * tensors).to(tl.uint32)
     for start in range(0, CHUNK, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < limit
         g = _load(grad, at, mask) * factor
-        p = _load(master if MASTER else param, at, mask)
+        p = _load(companion if ROUNDING == MASTER else param, at, mask)
+        if ROUNDING == KAHAN:
+            p += _load(companion, at, mask)
         m = _load(exp_avg, at, mask)
         v = _load(exp_avg_sq, at, mask)
         g = tl.where(l2 != 0.0, g + l2 * p, g)
         p = p * decay
-        # torch's lerp: from the nearer end, so that beta1 = 0 gives exactly g.
-        gap = g - m
+        gap = g - m  # torch's lerp: from the nearer end, so that beta1 = 0 gives exactly g
         m = tl.where(beta1_weight < 0.5, m + beta1_weight * gap, g - (1.0 - beta1_weight) * gap)
         v = v * beta2 + beta2_weight * g * g
         largest = v
@@ -151,8 +195,13 @@ def _update_chunk(
         p = p - step_size * tl.div_rn(m, denominator)
         _store(exp_avg, at, m, mask)
         _store(exp_avg_sq, at, v, mask)
-        if MASTER:
-            _store(master, at, p, mask)
+        if ROUNDING == MASTER:
+            _store(companion, at, p, mask)
+        if ROUNDING == KAHAN:
+            rest = p - p.to(param.dtype.element_ty).to(tl.float32)
+            _store(companion, at, tl.where(rest - rest == 0.0, rest, 0.0), mask)  # inf - inf would be NaN for good
+        if ROUNDING == STOCHASTIC:
+            p = _round_stochastic(p, _sixteen_bits(first + start, key0, key1, index, step, BLOCK))
         _store(param, at, p, mask)
 
 
@@ -161,16 +210,17 @@ def adam_kernel(
     owner_ptr,  # [chunks] int64
     first_ptr,  # [tensors] int64
     numel_ptr,  # [tensors] int64
-    address_ptr,  # [5, tensors] int64: param, exp_avg, exp_avg_sq, max_exp_avg_sq, master
+    address_ptr,  # [5, tensors] int64: param, exp_avg, exp_avg_sq, max_exp_avg_sq, master or compensation
     grad_ptr,  # [tensors] int64
-    scalars_ptr,  # [10, tensors] fp32, from adam_prologue_kernel
+    scalars_ptr,  # [11, tensors] fp32, from adam_prologue_kernel
+    dither_ptr,  # [3, tensors] int64: halves of the seed, the parameter's index; read where rounding is stochastic
     tensors,
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
     AMSGRAD: tl.constexpr,  # dtype of max_exp_avg_sq, or None
-    MASTER: tl.constexpr,  # whether there are fp32 masters
+    ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -183,10 +233,10 @@ def adam_kernel(
     exp_avg = tl.load(address_ptr + tensors + tensor)
     exp_avg_sq = tl.load(address_ptr + 2 * tensors + tensor)
     maximum = tl.load(address_ptr + 3 * tensors + tensor)
-    master = tl.load(address_ptr + 4 * tensors + tensor)
+    companion = tl.load(address_ptr + 4 * tensors + tensor)
     MAXIMUM: tl.constexpr = EXP_AVG_SQ if AMSGRAD is None else AMSGRAD
-    scalars = scalars_ptr + tensor
-    bits = grad | param | exp_avg | exp_avg_sq | maximum | master | limit
+    COMPANION: tl.constexpr = PARAM if ROUNDING == KAHAN else tl.float32
+    bits = grad | param | exp_avg | exp_avg_sq | maximum | companion | limit
     if bits % 16 == 0:
         _update_chunk(
             _at(grad, start, GRAD, True),
@@ -194,12 +244,14 @@ def adam_kernel(
             _at(exp_avg, start, EXP_AVG, True),
             _at(exp_avg_sq, start, EXP_AVG_SQ, True),
             _at(maximum, start, MAXIMUM, True),
-            _at(master, start, tl.float32, True),
+            _at(companion, start, COMPANION, True),
+            start,
             limit // 16 * 16,
-            scalars,
+            scalars_ptr + tensor,
+            dither_ptr + tensor,
             tensors,
             AMSGRAD is not None,
-            MASTER,
+            ROUNDING,
             CHUNK,
             BLOCK,
         )
@@ -210,12 +262,14 @@ def adam_kernel(
             _at(exp_avg, start, EXP_AVG, False),
             _at(exp_avg_sq, start, EXP_AVG_SQ, False),
             _at(maximum, start, MAXIMUM, False),
-            _at(master, start, tl.float32, False),
+            _at(companion, start, COMPANION, False),
+            start,
             limit,
-            scalars,
+            scalars_ptr + tensor,
+            dither_ptr + tensor,
             tensors,
             AMSGRAD is not None,
-            MASTER,
+            ROUNDING,
             CHUNK,
             BLOCK,
         )

@@ -1,0 +1,235 @@
+"""What an optimizer can't take is refused before anything is written: gradients, memory, files, half a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from optim_helpers import PLACES, build, ones, twins
+
+from fusedops import optim
+from fusedops.backends.reference_adam import ReferenceAdamPlan
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list:
+    return [
+        [p.detach().clone(), {key: value.clone() for key, value in optimizer.state.get(p, {}).items()}]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+def assert_unchanged(optimizer: torch.optim.Optimizer, before: list) -> None:
+    torch.testing.assert_close(snapshot(optimizer), before, rtol=0, atol=0)
+
+
+def give(p: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Set a gradient of whatever shape and dtype, as a graph with hooks of its own may."""
+    p.grad = None
+    p.grad_dtype = None
+    shape = p.data
+    p.data = torch.empty(grad.shape, dtype=p.dtype, device=grad.device)
+    p.grad = grad
+    p.data = shape
+
+
+BAD = {
+    "shape": (torch.ones(5), r"expected shape \(4, 4\).*got \(5,\)"),
+    "sparse": (torch.ones(4, 4).to_sparse(), "layout"),
+    "complex": (torch.ones(4, 4, dtype=torch.complex64), "complex64"),
+    "integer": (torch.ones(4, 4, dtype=torch.int32), "int32"),
+    "fp8": (torch.ones(4, 4).to(torch.float8_e4m3fn), "float8"),
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("bad", BAD)
+def test_gradients_no_step_can_take(bad, first, max_grad_norm, backend, device, need_backend):
+    need_backend(backend)
+    good, other = ones(4, device=device), ones(4, 4, device=device)
+    optimizer = build(optim.AdamW, [good, other], backend, max_grad_norm=max_grad_norm)
+    if not first:
+        optimizer.step()
+    before = snapshot(optimizer)
+    grad, words = BAD[bad]
+    give(other, grad.to(device))
+    with pytest.raises((ValueError, RuntimeError), match=words if first else None) as caught:
+        optimizer.step()
+    if first:
+        assert re.search("gradient of parameter 1", str(caught.value))
+    assert_unchanged(optimizer, before)
+    other.grad = None
+    give(other, torch.ones(4, 4, device=device))
+    optimizer.step()  # and it is none the worse for it
+    assert float(optimizer.state[good]["step"]) == (1 if first else 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+def test_a_gradient_on_another_device(backend):
+    p, good = ones(4, device="cuda"), ones(4, device="cuda")
+    optimizer = build(optim.AdamW, [good, p], backend)
+    optimizer.step()
+    before = snapshot(optimizer)
+    give(p, torch.ones(4))
+    with pytest.raises((ValueError, RuntimeError), match=r"cpu"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_parameters_that_share_memory(backend, device, need_backend):
+    need_backend(backend)
+    flat = torch.zeros(10, device=device)
+    for views in ((flat[:6], flat[5:]), (flat, flat[2:4]), (flat[:1].expand(4),)):
+        params = [torch.nn.Parameter(view) for view in views]
+        for p in params:
+            p.grad = torch.ones(p.shape, device=device)
+        optimizer = build(optim.AdamW, params, backend)
+        with pytest.raises(ValueError, match=r"params: parameter \d: expected memory"):
+            optimizer.step()
+        assert not optimizer.state
+        assert not flat.any()
+    sound = [torch.nn.Parameter(view) for view in (flat[:5], flat[5:])]
+    for p in sound:
+        p.grad = torch.ones_like(p)
+    build(optim.AdamW, sound, backend, lr=1.0).step()
+    assert flat.all()
+
+
+class Sub(torch.Tensor):
+    """A subclass: plain torch serves it, in a plan of its own beside the others' on the device."""
+
+
+def two_plans(backend: str, device: str) -> tuple[optim.AdamW, torch.nn.Parameter]:
+    q = torch.nn.Parameter(torch.ones(4, device=device).as_subclass(Sub))
+    q.grad = torch.ones_like(q)
+    optimizer = build(optim.AdamW, [ones(4, device=device), q], backend, lr=0.1)
+    optimizer.step()
+    assert len(optimizer._buckets) == 2
+    assert all(float(p.detach()[0]) < 1 for p in optimizer.param_groups[0]["params"])
+    return optimizer, q
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("order", [1, -1], ids=["second plan", "first plan"])
+def test_a_step_that_raises_halfway_changes_nothing(order, backend, device, monkeypatch, need_backend):
+    need_backend(backend)
+    optimizer, _ = two_plans(backend, device)
+    optimizer._buckets = optimizer._buckets[::order]
+    before = snapshot(optimizer)
+
+    def no_memory(self, *args):
+        raise torch.OutOfMemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceAdamPlan, "prepare", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            optimizer.step()
+    assert_unchanged(optimizer, before)
+    optimizer.step()
+    assert [float(s["step"]) for s in optimizer.state.values()] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_a_bad_gradient_in_the_second_plan(backend, device, need_backend):
+    need_backend(backend)
+    optimizer, q = two_plans(backend, device)
+    before = snapshot(optimizer)
+    q.grad_dtype = None
+    q.grad = torch.ones(4, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="int64"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
+def test_a_plan_that_can_not_be_made_leaves_no_state(monkeypatch):
+    optimizer = optim.AdamW([ones(4)])
+    monkeypatch.setattr(optim.AdamW, "make_plan", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+    with pytest.raises(RuntimeError, match="injected"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+NONSENSE = {
+    "lr": ({"lr": math.nan}, {}, "lr"),
+    "negative lr": ({"lr": torch.tensor(-1.0)}, {}, "lr"),
+    "betas": ({"betas": (0.9, 1.0)}, {}, r"betas\[1\]"),
+    "one beta": ({"betas": (0.9,)}, {}, "betas"),
+    "no betas": ({"betas": None}, {}, "betas"),
+    "eps": ({"eps": -1.0}, {}, "eps"),
+    "weight_decay": ({"weight_decay": "much"}, {}, "weight_decay"),
+    "amsgrad": ({"amsgrad": "yes"}, {}, "amsgrad"),
+    "maximize": ({"maximize": None}, {}, "maximize"),
+    "state_dtype": ({"state_dtype": torch.int8}, {}, "state_dtype"),
+    "two keepers": ({"master_weights": True, "kahan_sum": True}, {}, "kahan_sum"),
+    "seed": ({"seed": -5}, {}, "seed"),
+    "step": ({}, {"step": torch.ones(3)}, "step"),
+    "negative step": ({}, {"step": -1.0}, "step"),
+    "step that is none": ({}, {"step": math.nan}, "step"),
+    "step in words": ({}, {"step": "many"}, "step"),
+    "integer moments": ({}, {"exp_avg": torch.ones(3, dtype=torch.int64)}, "exp_avg.*int64"),
+    "complex moments": ({}, {"exp_avg_sq": torch.ones(3, dtype=torch.complex64)}, "exp_avg_sq.*complex"),
+    "sparse moments": ({}, {"exp_avg": torch.ones(3).to_sparse()}, "exp_avg"),
+    "shape": ({}, {"exp_avg": torch.ones(4)}, r"exp_avg: expected shape \(3,\)"),
+    "master": ({}, {"master": torch.ones(4)}, r"master: expected shape \(3,\)"),
+    "amsgrad without maxima": ({"amsgrad": True}, {}, "max_exp_avg_sq"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_a_state_dict_of_nonsense_is_refused_whole(case):
+    options, state, words = NONSENSE[case]
+    optimizer = optim.AdamW([ones(3)], lr=0.1)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(options)
+    saved["state"][0].update(state)
+    other = optim.AdamW(twins(optimizer.param_groups[0]["params"]), lr=0.3)
+    other.step()
+    before, groups = snapshot(other), copy.deepcopy(other.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=f"load_state_dict.*{words}"):
+        other.load_state_dict(saved)
+    assert_unchanged(other, before)
+    assert other.state_dict()["param_groups"] == groups
+
+
+@pytest.mark.parametrize("saved", [{}, {"state": {}}, {"param_groups": []}])
+def test_a_dict_that_is_no_state_dict(saved):
+    with pytest.raises(ValueError, match="load_state_dict"):
+        optim.AdamW([ones(3)]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize(
+    "options", [{}, {"master_weights": True}, {"kahan_sum": True}, {"bf16_stochastic_round": True}]
+)
+def test_fp32_gradients_of_bf16_parameters(options, backend, device, need_backend):
+    """With torch's ``grad_dtype``: the step of the rounded gradient, but for what the rounding took from it."""
+    need_backend(backend)
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this PyTorch has no grad_dtype")
+    start, grads = torch.randn(700), [torch.randn(700) for _ in range(3)]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = torch.nn.Parameter(start.to(device, torch.bfloat16))
+        p.grad_dtype = dtype
+        optimizer = build(optim.AdamW, [p], backend, lr=0.05, state_dtype=torch.float32, **options)
+        for grad in grads:
+            p.grad = grad.bfloat16().to(device, dtype)  # the same value in both
+            optimizer.step()
+        results.append((p.detach(), optimizer.state[p]["exp_avg"]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    p.grad = None
+    p.grad_dtype = torch.float32
+    p.grad = grads[0].to(device) * (1 + 2**-12)
+    before = optimizer.state[p]["exp_avg"].clone()
+    optimizer.step()
+    expected = torch.lerp(before, p.grad, 0.1)  # nothing has been rounded to bf16
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-5, atol=1e-6)
