@@ -12,6 +12,7 @@
 #include "build_info.h"
 #include "ops/adam.h"
 #include "ops/norm.h"
+#include "ops/same_objects.h"
 
 namespace py = pybind11;
 
@@ -77,16 +78,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm_bwd", &fusedops::rms_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
         py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
 
+  m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")
       .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>,
                     fusedops::OptionalTensors, fusedops::OptionalTensors, fusedops::OptionalTensors,
                     std::vector<at::Tensor>, std::vector<int64_t>, std::vector<int64_t>>(),
            py::arg("params"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("max_exp_avg_sq"), py::arg("master"),
            py::arg("compensation"), py::arg("step"), py::arg("group"), py::arg("index"))
-      .def("prepare", &fusedops::AdamPlan::prepare, py::arg("grads"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("amsgrad"), py::arg("maximize"),
-           py::arg("seed"), py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(),
-           py::arg("grad_norm") = py::none(), py::arg("max_grad_norm") = py::none(), NoGil())
+      .def("prepare", &fusedops::AdamPlan::prepare, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+           py::arg("weight_decay"), py::arg("decoupled"), py::arg("amsgrad"), py::arg("maximize"), py::arg("seed"),
+           py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("grad_norm") = py::none(),
+           py::arg("max_grad_norm") = py::none(), NoGil())
       .def("launch", &fusedops::AdamPlan::launch, NoGil());
   m.def("grad_norm", &fusedops::grad_norm, py::arg("grads"), py::arg("grad_scale") = py::none(),
         py::arg("found_inf") = py::none(), NoGil());

@@ -164,8 +164,10 @@ def adam_calls(param: torch.dtype, state: torch.dtype, kept: str, amsgrad: bool)
     one = torch.ones(1)
     lists = ([1e-3], [0.9], [0.99], [1e-8], [0.1], [True], [amsgrad], [False], [7 if kept == "stochastic" else None])
 
+    p.grad = p.clone()
+
     def step() -> None:
-        plan.prepare([p], *lists, one, one, one, 1.0)
+        plan.prepare(*lists, one, one, one, 1.0)
         plan.launch()
 
     return {

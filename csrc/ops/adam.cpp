@@ -306,17 +306,16 @@ Number AdamPlan::number(const char* name, const std::variant<double, at::Tensor>
   return {0.0, tensor.const_data_ptr(), dtype};
 }
 
-void AdamPlan::prepare(const OptionalTensors& grads, const Numbers& lr, const Numbers& beta1, const Numbers& beta2,
-                       const std::vector<double>& eps, const std::vector<double>& weight_decay,
-                       const std::vector<bool>& decoupled, const std::vector<bool>& amsgrad,
-                       const std::vector<bool>& maximize, const std::vector<std::optional<uint64_t>>& seed,
-                       const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                       const std::optional<at::Tensor>& grad_norm, std::optional<double> max_grad_norm) {
+void AdamPlan::prepare(const Numbers& lr, const Numbers& beta1, const Numbers& beta2, const std::vector<double>& eps,
+                       const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
+                       const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
+                       const std::vector<std::optional<uint64_t>>& seed, const std::optional<at::Tensor>& grad_scale,
+                       const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& grad_norm,
+                       std::optional<double> max_grad_norm) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const at::NoGradGuard no_grad;
   prepared_.reset();
   const size_t n = entries_.size();
-  check_length("grads", grads.size(), n);
   const size_t count = lr.size();
   TORCH_CHECK_VALUE(count >= static_cast<size_t>(group_count_), "lr: expected at least ", group_count_, " groups, got ",
                     count);
@@ -362,8 +361,8 @@ void AdamPlan::prepare(const OptionalTensors& grads, const Numbers& lr, const Nu
   step.grads.assign(n, nullptr);
   bool any = false;
   for (size_t i = 0; i < n; ++i) {
-    if (!grads[i] || !grads[i]->defined()) continue;
-    const at::Tensor& grad = *grads[i];
+    const at::Tensor& grad = entries_[i].tensors[kParam].grad();
+    if (!grad.defined()) continue;
     step.grads[i] = gradient_pointer(i, grad, step.kept);
     any = true;
     TensorRecord& record = records_[i];

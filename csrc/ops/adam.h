@@ -27,11 +27,11 @@ class AdamPlan {
            std::vector<at::Tensor> step, std::vector<int64_t> group, std::vector<int64_t> index);
   ~AdamPlan();
 
-  // Checks one step of every parameter that has a gradient and makes whatever it needs; nothing of the caller's is
-  // written. A seed asks for stochastic rounding of bf16 parameters without master and compensation.
-  void prepare(const OptionalTensors& grads, const Numbers& lr, const Numbers& beta1, const Numbers& beta2,
-               const std::vector<double>& eps, const std::vector<double>& weight_decay,
-               const std::vector<bool>& decoupled, const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
+  // Checks one step of every parameter that has a gradient now and makes whatever it needs; nothing of the caller's
+  // is written. A seed asks for stochastic rounding of bf16 parameters without master and compensation.
+  void prepare(const Numbers& lr, const Numbers& beta1, const Numbers& beta2, const std::vector<double>& eps,
+               const std::vector<double>& weight_decay, const std::vector<bool>& decoupled,
+               const std::vector<bool>& amsgrad, const std::vector<bool>& maximize,
                const std::vector<std::optional<uint64_t>>& seed, const std::optional<at::Tensor>& grad_scale,
                const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& grad_norm,
                std::optional<double> max_grad_norm);

@@ -7,6 +7,7 @@ In eager an op is one pybind11 call straight into the dispatcher; traced code ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def implementation(call: Call) -> Callable[..., Any]:
         return adam_plan
     whole: Callable[..., Any] = getattr(torch.ops.fusedops, call.op).default if call.compiling else getattr(_C, call.op)
     return whole
+
+
+def same_objects(seen: list[Any], containers: list[Any]) -> bool:
+    """Tell whether lists, and dicts by their values, hold one after the other the very objects of ``seen``."""
+    if _C is not None:
+        same: bool = _C.same_objects(seen, containers)
+        return same
+    now = [x for container in containers for x in (container.values() if isinstance(container, dict) else container)]
+    return len(now) == len(seen) and all(map(is_, now, seen))
 
 
 def adam_plan(*args: Any) -> Any:

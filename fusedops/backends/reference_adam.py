@@ -54,7 +54,6 @@ class ReferenceAdamPlan:
 
     def prepare(
         self,
-        grads: list[Tensor | None],
         lr: Sequence[float | Tensor],
         beta1: Sequence[float | Tensor],
         beta2: Sequence[float | Tensor],
@@ -69,10 +68,9 @@ class ReferenceAdamPlan:
         grad_norm: Tensor | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Check a step of every parameter that has a gradient; nothing is written.
+        """Check a step of every parameter that has a gradient now; nothing is written, gradients never.
 
         Args:
-            grads: gradients as autograd left them, None where there is none; never written.
             lr: learning rate per group, as are the lists after it.
             beta1: decay of the first moment.
             beta2: decay of the second moment.
@@ -90,6 +88,7 @@ class ReferenceAdamPlan:
         Raises:
             ValueError: a gradient that does not fit its parameter.
         """
+        grads = [p.grad for p in self._params]
         for number, (p, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is not None:
                 _check_gradient(number, p, grad)

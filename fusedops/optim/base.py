@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from operator import is_
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -252,18 +251,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
-        grads = [[p.grad for p in bucket.params] for bucket in buckets]
         self.grad_norm = norm = limit = None
         if self.max_grad_norm is not None or self._fill_found_inf:
-            self.grad_norm = self._measure(buckets, grads, grad_scale, found_inf if self._fill_found_inf else None)
+            self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
         if self.max_grad_norm is not None and self.grad_norm is not None:
             norm, limit = self.grad_norm, self.max_grad_norm
         arguments = self.arguments()
         self._warn_captured_rates(buckets, arguments[0])
-        for bucket, mine in zip(buckets, grads, strict=True):
+        for bucket in buckets:
             device = bucket.device
             here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
-            bucket.plan.prepare(mine, *([_number(x, device) for x in column] for column in arguments), *here, limit)
+            bucket.plan.prepare(*([_number(x, device) for x in column] for column in arguments), *here, limit)
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
@@ -281,17 +279,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=6,
             )
 
-    def _measure(
-        self,
-        buckets: list[Bucket],
-        gradients: list[list[Tensor | None]],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> Tensor | None:
+    def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
         """Return the norm of all unscaled gradients, set ``found_inf`` where one is not finite; one read of each."""
         norms = []
-        for bucket, mine in zip(buckets, gradients, strict=True):
-            grads = [g for g in mine if g is not None]
+        for bucket in buckets:
+            grads = [grad for p in bucket.params if (grad := p.grad) is not None]
             if not grads:
                 continue
             found = found_inf
@@ -305,10 +297,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _plans_hold(self) -> bool:
         """Tell whether the plans still describe the parameters, the state objects and the groups' structure."""
         seen = self._seen
+        same: Callable[[list[Any], list[Any]], bool] = backends.get("native").same_objects
         return (
-            _same(seen.params, [p for group in self.param_groups for p in group["params"]])
-            and _same(seen.states, [*self.state.values()])
-            and _same(seen.values, [value for state in seen.planned for value in state.values()])
+            same(seen.params, [group["params"] for group in self.param_groups])
+            and same(seen.states, [self.state])
+            and same(seen.values, seen.planned)
             and seen.structure == self._structure()
             and not any(p.grad is not None for p in seen.waiting)
         )
@@ -381,11 +374,6 @@ def combine_norms(norms: Sequence[Tensor]) -> Tensor:
     device = norms[0].device
     dtype = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
     return torch.linalg.vector_norm(torch.cat([on_device(n, device).to(dtype).reshape(1) for n in norms]))
-
-
-def _same(seen: list[Any], now: list[Any]) -> bool:
-    """Tell whether ``now`` holds the very objects of ``seen``."""
-    return len(now) == len(seen) and all(map(is_, now, seen))
 
 
 def on_device(t: Tensor, device: torch.device) -> Tensor:

@@ -130,7 +130,6 @@ class AdamPlan:
     @torch.no_grad()
     def prepare(
         self,
-        grads: list[Tensor | None],
         lr: Sequence[float | Tensor],
         beta1: Sequence[float | Tensor],
         beta2: Sequence[float | Tensor],
@@ -145,10 +144,9 @@ class AdamPlan:
         grad_norm: Tensor | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Check a step of every parameter that has a gradient and make what it needs; none of these tensors is written.
+        """Check a step of every parameter that has a gradient now and make what it needs; nothing given is written.
 
         Args:
-            grads: gradients shaped like the parameters, or None; never written.
             lr: learning rate per group, as are the lists after it; a device tensor is read on the device.
             beta1: decay of the first moment; likewise.
             beta2: decay of the second moment; likewise.
@@ -169,6 +167,7 @@ class AdamPlan:
         self._prepared = None
         if not self._given:
             return
+        grads = [member.param.grad for member in self._given]
         for number, (member, grad) in enumerate(zip(self._given, grads, strict=True)):
             _check_gradient(number, member.param, grad)
         if self._places != self._find():  # p.data = … gave a tensor other memory or strides
