@@ -1,4 +1,4 @@
-"""Options of the test command, NaN in uninitialised memory, and the count of cells per backend."""
+"""Options of the test command, NaN in uninitialised memory, the count of cells per backend, and what tests measured."""
 
 from __future__ import annotations
 
@@ -91,16 +91,23 @@ def no_choice_left_behind() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many cells of each backend ran, failed and were skipped."""
+    """Print how many cells of each backend ran, failed and were skipped, and the lines that tests want printed."""
     cells: dict[str, Counter[str]] = {}
+    measured: list[str] = []
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
-            name = dict(getattr(report, "user_properties", ())).get("backend")
-            if name is not None:
-                cells.setdefault(str(name), Counter())[outcome] += 1
+            for key, value in getattr(report, "user_properties", ()):
+                if key == "backend":
+                    cells.setdefault(str(value), Counter())[outcome] += 1
+                elif key == "measured":
+                    measured.append(str(value))
     if cells:
         terminalreporter.section("cells per backend")
     for name in filter(cells.__contains__, BACKENDS):
         count = cells[name]
         ran = count["passed"] + count["failed"]
         terminalreporter.write_line(f"{name:<10} {ran:5} ran, {count['failed']} failed, {count['skipped']} skipped")
+    if measured:
+        terminalreporter.section("measured")
+    for line in measured:
+        terminalreporter.write_line(line)

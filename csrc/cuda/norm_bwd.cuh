@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
     for (int i = 0; i < kVecs; ++i) {
       if (column(i) < p.hidden) continue;
       for (int q = 0; q < kRows; ++q) {
-        memset(x_slot(stage, q, i), 0, sizeof(XVec));
-        memset(dy_slot(stage, q, i), 0, sizeof(DyVec));
+        store(x_slot(stage, q, i), XVec{});
+        store(dy_slot(stage, q, i), DyVec{});
       }
     }
   }

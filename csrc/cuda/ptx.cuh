@@ -33,6 +33,16 @@ __device__ inline void start_copy(void* shared, const void* global) {
 #endif
 }
 
+// Stores 16 or 8 aligned bytes to global memory at once. Of an assignment the compiler made parts of 4 bytes where the
+// same elements are also stored one by one, as in rows that may be misaligned.
+__device__ inline void store_whole(void* global, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ inline void store_whole(void* global, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Closes the group of copies that this thread has started since the last call.
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "../dtype.h"
+#include "ptx.cuh"
 
 namespace fusedops::cuda {
 
@@ -128,7 +129,11 @@ __device__ inline void store_row(T* row, int col, int left, bool aligned, const 
   Vec<T, kN> v;
   narrow(x, v);
   if (aligned) {
-    if (left > 0) store(row + col, v);
+    if (left > 0) {
+      typename Vec<T, kN>::Raw raw;
+      memcpy(&raw, &v, sizeof v);
+      store_whole(row + col, raw);
+    }
     return;
   }
 #pragma unroll

@@ -2,8 +2,13 @@
 //
 // The threads of a block are fibers, run in turn until each meets a barrier; blocks run one after the other. Barriers,
 // shuffles and asynchronous copies do what CUDA documents, and what CUDA leaves undefined is an error here: a barrier
-// that not all of its threads reach, a shuffle whose source does not take part, a misaligned copy, more shared memory
-// than the device has. A copy lands only when it is waited for; shared memory starts as NaN. Kernels take one struct.
+// that not all of its threads reach, or that they reach in two places, a shuffle whose source does not take part, a
+// misaligned copy, more shared memory than the device has. A copy lands only when it is waited for; dynamic shared
+// memory starts as NaN. Kernels take one struct.
+//
+// AddressSanitizer sees what leaves an array, shared or not. It guards a `__shared__` array, a static variable here,
+// only where that has internal linkage; hence kernels, and __forceinline__ functions, which may have such arrays too,
+// are static.
 #pragma once
 
 #define FUSEDOPS_EMULATED
@@ -11,6 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <sanitizer/asan_interface.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -30,6 +36,10 @@
 
 #undef __shared__
 #define __shared__ static
+#undef __global__
+#define __global__ static
+#undef __forceinline__
+#define __forceinline__ static inline
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
@@ -51,7 +61,8 @@ inline Device device;
 inline long launches = 0;
 
 constexpr int kWarpSize = 32;
-constexpr size_t kStackBytes = 128 << 10;
+constexpr size_t kSmemAlign = 16;
+constexpr size_t kStackBytes = 64 << 10;
 
 struct Copy {
   void* to;
@@ -59,27 +70,47 @@ struct Copy {
   size_t bytes;
 };
 
+// A line of the kernel under test: as a default argument, that of the call.
+struct Site {
+  const char* file;
+  int line;
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+};
+
+// What a thread waits for.
+struct Wait {
+  const char* what;
+  Site site;
+  int id = -1;  // of the barrier, where there are several
+  std::string text() const {
+    const char* name = strrchr(site.file, '/');
+    const std::string number = id < 0 ? "" : " " + std::to_string(id);
+    return what + number + " at " + (name ? name + 1 : site.file) + ":" + std::to_string(site.line);
+  }
+};
+
 struct Fiber {
   ucontext_t context;
   uint3 thread;
   unsigned rank = 0;  // of the thread in its block
   bool done = false;
-  std::string waits_for;
+  Wait waits_for{};
   std::vector<std::vector<Copy>> copies{1};  // groups, the last one open
 };
 
-// Threads that have arrived, and how often all had.
+// Threads that have arrived, where, and how often all had.
 struct Barrier {
   int arrived = 0;
   long passed = 0;
+  Wait first{};
 };
 
 struct Block {
   std::vector<Fiber> fibers;
-  std::vector<unsigned char> smem;
-  std::map<std::pair<int, int>, Barrier> barriers;         // (id, threads)
-  std::map<std::pair<unsigned, unsigned>, Barrier> warps;  // (warp, mask)
-  std::vector<std::array<unsigned char, 16>> slots;        // what each thread shows to its warp
+  std::unique_ptr<unsigned char, decltype(&free)> smem{nullptr, free};  // ends where the kernel's share ends
+  std::map<std::pair<int, int>, Barrier> barriers;                      // (id, threads)
+  std::map<std::pair<unsigned, unsigned>, Barrier> warps;               // (warp, mask)
+  std::vector<std::array<unsigned char, 16>> slots;                     // what each thread shows to its warp
   long progress = 0;
 };
 
@@ -87,15 +118,19 @@ inline Block* block = nullptr;
 inline Fiber* fiber = nullptr;
 inline ucontext_t scheduler;
 inline const std::function<void()>* body = nullptr;
+inline const void* kernel = nullptr;                 // that is running
 inline std::vector<std::unique_ptr<char[]>> stacks;  // used again by each block
 
+// "norm_fwd_kernel<float, float, true, 1>, block 3,0"
+inline std::string where() {
+  char name[512] = "?";
+  void* return_address = const_cast<char*>(static_cast<const char*>(kernel) + 1);  // it looks at the byte before
+  __sanitizer_symbolize_pc(return_address, "%f", name, sizeof name);
+  return std::string(name) + ", block " + std::to_string(blockIdx.x) + "," + std::to_string(blockIdx.y);
+}
+
 [[noreturn]] inline void fail(const std::string& what) {
-  std::string where;
-  if (block && fiber) {
-    where = " (block " + std::to_string(blockIdx.x) + "," + std::to_string(blockIdx.y) + " thread " +
-            std::to_string(fiber->rank) + ")";
-  }
-  fprintf(stderr, "cuda_emulator: %s%s\n", what.c_str(), where.c_str());
+  fprintf(stderr, "cuda_emulator: %s, thread %u: %s\n", where().c_str(), fiber->rank, what.c_str());
   fflush(stderr);
   std::abort();  // exceptions do not cross fibers
 }
@@ -107,7 +142,11 @@ struct Deadlock : std::runtime_error {
 
 inline void resume_scheduler() { swapcontext(&fiber->context, &scheduler); }
 
-inline void wait(Barrier& barrier, int expected, const char* name) {
+inline void wait(Barrier& barrier, int expected, const Wait& here) {
+  if (barrier.arrived == 0) barrier.first = here;
+  if (here.site.line != barrier.first.site.line || strcmp(here.site.file, barrier.first.site.file) != 0) {
+    fail("it meets " + here.text() + " while others wait at " + barrier.first.text());
+  }
   const long pass = barrier.passed;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
@@ -116,9 +155,8 @@ inline void wait(Barrier& barrier, int expected, const char* name) {
     return;
   }
   Fiber* self = fiber;
-  self->waits_for = name;
+  self->waits_for = here;
   while (barrier.passed == pass) resume_scheduler();
-  self->waits_for.clear();
 }
 
 inline void run_fiber() {
@@ -143,6 +181,10 @@ inline void run_block() {
     f.context.uc_stack.ss_size = kStackBytes;
     f.context.uc_link = &scheduler;
     makecontext(&f.context, run_fiber, 0);
+    // AddressSanitizer would forget the limits of the fiber's local arrays at each switch to a stack it is told of; so
+    // it is told of none, and forgets once, what the block before has left.
+    f.context.uc_stack = {};
+    ASAN_UNPOISON_MEMORY_REGION(stacks[t].get(), kStackBytes);
   }
   for (bool running = true; running;) {
     running = false;
@@ -158,16 +200,18 @@ inline void run_block() {
     if (running && b.progress == before) {
       std::map<std::string, int> waiting;
       int done = 0;
-      for (const Fiber& f : b.fibers) f.done ? ++done : ++waiting[f.waits_for];
-      std::string what = "a barrier that not all threads reach: " + std::to_string(done) + " threads have returned";
-      for (const auto& [name, n] : waiting) what += ", " + std::to_string(n) + " wait at " + name;
+      for (const Fiber& f : b.fibers) f.done ? ++done : ++waiting[f.waits_for.text()];
+      std::string what = where() + ": a barrier that not all threads reach: ";
+      for (const auto& [place, n] : waiting) what += std::to_string(n) + " wait at " + place + ", ";
+      what += std::to_string(done) + " have returned";
       throw Deadlock(what);
     }
   }
 }
 
-inline void run_grid(dim3 grid, dim3 size, size_t smem, const std::function<void()>& f) {
+inline void run_grid(const void* function, dim3 grid, dim3 size, size_t smem, const std::function<void()>& f) {
   ++launches;
+  kernel = function;
   body = &f;
   gridDim = grid;
   blockDim = size;
@@ -176,7 +220,10 @@ inline void run_grid(dim3 grid, dim3 size, size_t smem, const std::function<void
       for (unsigned x = 0; x < grid.x; ++x) {
         Block b;
         blockIdx = {x, y, z};
-        b.smem.assign(smem + 16, 0xff);
+        void* bytes = nullptr;
+        if (posix_memalign(&bytes, kSmemAlign, smem) != 0) std::abort();
+        b.smem.reset(static_cast<unsigned char*>(bytes));
+        memset(b.smem.get(), 0xff, smem);
         block = &b;
         run_block();
         block = nullptr;
@@ -188,7 +235,7 @@ inline void run_grid(dim3 grid, dim3 size, size_t smem, const std::function<void
 // One exchange of a warp: every thread of `mask` shows `value`; the result is the value of lane `source`, or the
 // thread's own where there is no such lane.
 template <class T>
-T shuffle(unsigned mask, T value, int source, int width) {
+T shuffle(unsigned mask, T value, int source, int width, Site site) {
   static_assert(sizeof(T) <= 16);
   const unsigned lane = fiber->rank % kWarpSize, warp = fiber->rank / kWarpSize;
   const unsigned lanes = std::min<unsigned>(kWarpSize, block->fibers.size() - warp * kWarpSize);
@@ -201,10 +248,10 @@ T shuffle(unsigned mask, T value, int source, int width) {
   const int expected = __builtin_popcount(mask);
   const unsigned self = fiber->rank;
   memcpy(block->slots[self].data(), &value, sizeof value);
-  wait(barrier, expected, "a shuffle");
+  wait(barrier, expected, {"a shuffle", site});
   T result = value;
   if (inside) memcpy(&result, block->slots[warp * kWarpSize + source].data(), sizeof result);
-  wait(barrier, expected, "a shuffle");
+  wait(barrier, expected, {"a shuffle", site});
   return result;
 }
 
@@ -222,38 +269,44 @@ bool is_aligned(const T* p, size_t bytes) {
 using std::max;
 using std::min;
 
-inline void __syncthreads() {
+inline void __syncthreads(emulator::Site site = emulator::Site::here()) {
   auto& b = *emulator::block;
-  emulator::wait(b.barriers[{0, static_cast<int>(b.fibers.size())}], b.fibers.size(), "__syncthreads");
+  emulator::wait(b.barriers[{0, static_cast<int>(b.fibers.size())}], b.fibers.size(), {"__syncthreads", site});
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator::shuffle(mask, 0, emulator::lane(), 32); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, emulator::Site site = emulator::Site::here()) {
+  emulator::shuffle(mask, 0, emulator::lane(), 32, site);
+}
 inline void __threadfence() {}
 template <class T>
-T __shfl_sync(unsigned mask, T v, int source, int width = 32) {
+T __shfl_sync(unsigned mask, T v, int source, int width = 32, emulator::Site site = emulator::Site::here()) {
   const int base = emulator::lane() / width * width;
-  return emulator::shuffle(mask, v, base + source % width, width);
+  return emulator::shuffle(mask, v, base + source % width, width, site);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32) {
-  return emulator::shuffle(mask, v, emulator::lane() ^ bits, width);
+T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32, emulator::Site site = emulator::Site::here()) {
+  return emulator::shuffle(mask, v, emulator::lane() ^ bits, width, site);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32) {
-  return emulator::shuffle(mask, v, emulator::lane() + static_cast<int>(delta), width);
+T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32, emulator::Site site = emulator::Site::here()) {
+  return emulator::shuffle(mask, v, emulator::lane() + static_cast<int>(delta), width, site);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32) {
-  return emulator::shuffle(mask, v, emulator::lane() - static_cast<int>(delta), width);
+T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32, emulator::Site site = emulator::Site::here()) {
+  return emulator::shuffle(mask, v, emulator::lane() - static_cast<int>(delta), width, site);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
+inline unsigned __ballot_sync(unsigned mask, int predicate, emulator::Site site = emulator::Site::here()) {
   unsigned bits = 0;
   for (int i = 0; i < 32; ++i) {
-    if (mask >> i & 1) bits |= static_cast<unsigned>(emulator::shuffle(mask, predicate != 0, i, 32)) << i;
+    if (mask >> i & 1) bits |= static_cast<unsigned>(emulator::shuffle(mask, predicate != 0, i, 32, site)) << i;
   }
   return bits;
 }
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+inline int __any_sync(unsigned mask, int predicate, emulator::Site site = emulator::Site::here()) {
+  return __ballot_sync(mask, predicate, site) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, emulator::Site site = emulator::Site::here()) {
+  return __ballot_sync(mask, predicate, site) == mask;
+}
 
 template <class T>
 T __ldg(const T* p) {
@@ -273,10 +326,7 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 namespace fusedops::cuda {
 
-inline unsigned char* dynamic_smem() {
-  auto* p = emulator::block->smem.data();
-  return p + (16 - reinterpret_cast<uintptr_t>(p) % 16) % 16;
-}
+inline unsigned char* dynamic_smem() { return emulator::block->smem.get(); }
 
 template <int kBytes>
 void start_copy(void* shared, const void* global) {
@@ -285,6 +335,11 @@ void start_copy(void* shared, const void* global) {
     emulator::fail("a copy of " + std::to_string(kBytes) + " bytes is not aligned");
   }
   emulator::fiber->copies.back().push_back({shared, global, kBytes});
+}
+
+template <class Raw>
+void store_whole(void* global, Raw v) {
+  *static_cast<Raw*>(global) = v;
 }
 
 inline void commit_copies() { emulator::fiber->copies.emplace_back(); }
@@ -298,9 +353,9 @@ void wait_copies() {
   }
 }
 
-inline void sync_group(int barrier, int threads) {
+inline void sync_group(int barrier, int threads, emulator::Site site = emulator::Site::here()) {
   if (barrier < 1 || barrier > 15) emulator::fail("there is no barrier " + std::to_string(barrier));
-  emulator::wait(emulator::block->barriers[{barrier, threads}], threads, "sync_group");
+  emulator::wait(emulator::block->barriers[{barrier, threads}], threads, {"barrier", site, barrier});
 }
 
 inline void wait_for_previous_kernel() {}
@@ -337,6 +392,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       config->dynamicSmemBytes > static_cast<size_t>(emulator::device.block_smem)) {
     return cudaErrorInvalidConfiguration;
   }
-  emulator::run_grid(grid, size, config->dynamicSmemBytes, [&] { kernel(params); });
+  emulator::run_grid(reinterpret_cast<const void*>(kernel), grid, size, config->dynamicSmemBytes,
+                     [&] { kernel(params); });
   return cudaSuccess;
 }

@@ -341,7 +341,7 @@ int main() {
     int k = 0;
     for (const Types& types : tuples) {
       for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{1030}, cuda::adam_chunk_size() + 13}) {
-        tensors.push_back(make(types, n, skew, (skew + k % 2) % 2, k % 5 == 0 ? 69 : k % 4, k % 7 != 3));
+        tensors.push_back(make(types, n, skew, k % 3 == 1 ? 1 - skew : skew, k % 5 == 0 ? 69 : k % 4, k % 7 != 3));
         ++k;
       }
     }

@@ -1,0 +1,194 @@
+"""Reads the machine code of the CUDA kernels: rows move 16 bytes at a time, and nothing is kept in local memory.
+
+nvcc compiles a few kernels for one architecture; a disassembler (of the toolkit, or the one that comes with Triton)
+lists their instructions. Row data is told from parameters and statistics by how it is accessed: it is loaded with the
+evict-first policy, or copied to shared memory, and stored in vectors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NORMS = """
+#include "cuda/norm_bwd.cuh"
+#include "cuda/norm_fwd.cuh"
+namespace fusedops::cuda {
+using bf16 = __nv_bfloat16;
+template __global__ void norm_fwd_kernel<float, float, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<float, float, true, 6>(FwdParams);
+template __global__ void norm_fwd_kernel<bf16, bf16, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<bf16, float, true, 2>(FwdParams);
+template __global__ void norm_fwd_wide_kernel<bf16, bf16, false>(FwdParams);
+template __global__ void norm_fwd_wide_kernel<float, bf16, true>(FwdParams);
+template __global__ void norm_bwd_kernel<bf16, bf16, false, 8, 2>(BwdParams);
+template __global__ void norm_bwd_kernel<float, float, true, 16, 1>(BwdParams);
+template __global__ void norm_bwd_kernel<float, bf16, false, 8, 2>(BwdParams);
+template __global__ void norm_bwd_wide_kernel<bf16, bf16, false>(BwdParams);
+template __global__ void norm_bwd_wide_kernel<float, float, true>(BwdParams);
+template __global__ void norm_bwd_columns_kernel<float, float, false>(BwdParams);
+}
+"""
+
+
+def tool(name: str) -> str | None:
+    """Path of a CUDA tool: in PATH, in the toolkit, or of Triton's own."""
+    folders = [Path(root, "bin") for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
+    folders += sorted(Path("/usr/local").glob("cuda-*/bin"), reverse=True)
+    if triton := importlib.util.find_spec("triton"):
+        folders.append(Path(str(triton.origin)).parent / "backends" / "nvidia" / "bin")
+    return shutil.which(name) or next((str(f / name) for f in folders if (f / name).is_file()), None)
+
+
+def instructions(cubin: Path) -> dict[str, Counter[str]]:
+    """Mnemonics that access memory, by the kernel's name and template arguments."""
+    disassembler = tool("cuobjdump")
+    if disassembler is None:
+        pytest.skip("no disassembler: cuobjdump of a CUDA toolkit, or Triton's")
+    said = subprocess.run([disassembler, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(["c++filt"], input=said, capture_output=True, text=True, check=True).stdout
+    found = {}
+    for part in said.split("Function : ")[1:]:
+        mnemonics = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(\S+)", part, re.MULTILINE)
+        accesses = (m for m in mnemonics if re.match(r"(LD|ST|ATOM|RED)", m) and not m.startswith("LDC"))
+        name = re.search(r"(\w+_kernel(<.*>)?)\(", part.splitlines()[0])
+        found[name[1].replace("__nv_bfloat16", "bf16")] = Counter(accesses)
+    return found
+
+
+def bits(mnemonic: str) -> int:
+    """Width of an access."""
+    sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
+    return next((sizes[part] for part in mnemonic.split(".")[1:] if part in sizes), 32)
+
+
+def widths(accesses: Counter[str], kind: str) -> Counter[int]:
+    """How many accesses of each width: `stream` (loads of row data), `copy` (to shared memory), `store`."""
+    patterns = {"stream": r"LDG\..*EF\b", "copy": r"LDGSTS\.", "store": r"STG\."}
+    found: Counter[int] = Counter()
+    for mnemonic, count in accesses.items():
+        if re.match(patterns[kind], mnemonic):
+            found[bits(mnemonic)] += count
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
+    """Accesses by kernel, under names as `norm_fwd_kernel<bf16, float, true, 2>`."""
+    compiler = tool("nvcc")
+    if compiler is None:
+        pytest.skip("no nvcc")
+    if "sm_90" not in subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True).stdout:
+        pytest.skip("this nvcc does not know sm_90")
+    folder = tmp_path_factory.mktemp("sass")
+    norms = folder / "norms.cu"
+    norms.write_text(NORMS)
+    sources = [norms, ROOT / "csrc/cuda/adam.cu", ROOT / "csrc/cuda/grad_norm.cu"]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.cubin"
+        flags = ["-arch=sm_90", "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", "-cubin"]
+        subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True)
+        return target
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        cubins = list(pool.map(compile_one, sources))
+    return {name: found for cubin in cubins for name, found in instructions(cubin).items()}
+
+
+def test_nothing_lies_in_local_memory(kernels):
+    for name, accesses in kernels.items():
+        assert not [mnemonic for mnemonic in accesses if re.match(r"(LDL|STL)\b", mnemonic)], name
+
+
+# Bits of a vector of x and of y, and vectors a thread: 16 bytes of the wider dtype, as many elements of the other.
+FORWARD = {
+    "norm_fwd_kernel<float, float, false, 4>": (128, 128, 4),
+    "norm_fwd_kernel<float, float, true, 6>": (128, 128, 6),
+    "norm_fwd_kernel<bf16, bf16, false, 4>": (128, 128, 4),
+    "norm_fwd_kernel<bf16, float, true, 2>": (64, 128, 2),
+}
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_forward_reads_and_writes_rows_in_whole_vectors(kernels, kernel):
+    x, y, vectors = FORWARD[kernel]
+    accesses = kernels[kernel]
+    bodies = 6  # for weights of three dtypes, with and without a test for the row's end
+    assert widths(accesses, "stream") == {x: bodies * vectors}
+    stores = widths(accesses, "store")
+    del stores[32]  # mean and rstd
+    assert stores == {y: bodies * vectors}
+
+
+# Bits of a copy of x and of dy, and vectors of dx that a tile of a thread has.
+BACKWARD = {
+    "norm_bwd_kernel<bf16, bf16, false, 8, 2>": (128, 128, 2),
+    "norm_bwd_kernel<float, float, true, 16, 1>": (128, 128, 4),
+    "norm_bwd_kernel<float, bf16, false, 8, 2>": (128, 64, 4),
+}
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_backward_copies_and_writes_rows_in_whole_vectors(kernels, kernel):
+    x, dy, vectors = BACKWARD[kernel]
+    accesses = kernels[kernel]
+    copies = widths(accesses, "copy")
+    assert set(copies) == {x, dy}
+    assert len(set(copies.values())) == 1, "a copy of dy for each of x"
+    stores = widths(accesses, "store")
+    assert stores.pop(32) <= 4  # partial sums of dweight and dbias
+    assert stores == {128: vectors}
+    assert not widths(accesses, "stream"), "rows are read once, by the copies"
+
+
+# Kernels that also take rows element by element, where they are misaligned: bits of a vector loaded and of one stored,
+# and the widths of single elements and statistics stored.
+WIDE = {
+    "norm_fwd_wide_kernel<bf16, bf16, false>": (128, 128, {16, 32}),
+    "norm_fwd_wide_kernel<float, bf16, true>": (128, 64, {16, 32}),
+    "norm_bwd_wide_kernel<bf16, bf16, false>": (128, 128, {16}),
+    "norm_bwd_wide_kernel<float, float, true>": (128, 128, {32}),
+}
+
+
+@pytest.mark.parametrize("kernel", WIDE)
+def test_wide_rows_have_a_path_of_whole_vectors(kernels, kernel):
+    load, store, single = WIDE[kernel]
+    assert set(widths(kernels[kernel], "stream")) == {load}
+    assert set(widths(kernels[kernel], "store")) == {store, *single}
+
+
+def test_column_sums_read_rows_in_whole_vectors(kernels):
+    assert set(widths(kernels["norm_bwd_columns_kernel<float, float, false>"], "stream")) == {128}
+
+
+def only(kernels: dict[str, Counter[str]], name: str) -> Counter[str]:
+    """The kernel of that name, whatever it is instantiated with."""
+    (found,) = (accesses for kernel, accesses in kernels.items() if kernel.startswith(f"{name}<"))
+    return found
+
+
+def test_adam_moves_whole_vectors(kernels):
+    accesses = only(kernels, "adam_kernel")
+    loads, stores = widths(accesses, "stream"), widths(accesses, "store")
+    assert set(loads) == set(stores) == {128, 64}
+    # 16 bytes of what is as wide as the state; 8 bytes of 16-bit parameters and gradients beside fp32 state.
+    assert loads[128] > 2 * loads[64]
+    assert stores[128] > 2 * stores[64]
+
+
+def test_passes_over_gradients_move_whole_vectors(kernels):
+    assert set(widths(only(kernels, "sum_squares_kernel"), "stream")) == {128}
+    scale = only(kernels, "grad_scale_kernel")
+    assert set(widths(scale, "stream")) == set(widths(scale, "store")) == {128}
