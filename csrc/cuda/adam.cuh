@@ -38,7 +38,7 @@ __global__ void adam_prologue_kernel(const PrologueArgs args) {
   const int g = int(record.group) - args.first_group;
   if (g < 0 || g >= args.group_count) return;
   if (args.grads[t] == nullptr || (args.inputs.found_inf != nullptr && *args.inputs.found_inf != 0.0f)) {
-    args.scalars[t].active = 0;
+    args.scalars[t] = Scalars{};  // not active; whole, since whole is how it is read
     return;
   }
   const float step = *record.step + 1.0f;
