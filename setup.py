@@ -25,6 +25,7 @@ ARCHS = "7.5 8.0 9.0 10.0 12.0+PTX"
 MIN_TORCH = (2, 11)
 GIB_PER_JOB = 2  # the peak of one compiler process, with room to spare
 stamp = runpy.run_path(str(ROOT / "fusedops" / "_build.py"))  # the reader of the stamp says what is in it
+write_text = runpy.run_path(str(ROOT / "fusedops" / "_files.py"))["write_text"]
 
 
 def say(message: str) -> None:
@@ -283,7 +284,7 @@ def native_command(info: dict[str, object]) -> type:
                     f"the native kernels did not compile (see above; pip shows it with -v). {hint}."
                 ) from error
             if inplace:
-                target.write_text(stamp["stamp_source"](info))
+                write_text(target, stamp["stamp_source"](info))
 
     return BuildNative
 
@@ -296,7 +297,7 @@ def stamped_build_py(info: dict[str, object]) -> type:
             super().run()
             folder = ROOT if self.editable_mode else Path(self.build_lib)
             (folder / "fusedops").mkdir(parents=True, exist_ok=True)
-            (folder / "fusedops" / stamp["STAMP_FILE"]).write_text(stamp["stamp_source"](info))
+            write_text(folder / "fusedops" / stamp["STAMP_FILE"], stamp["stamp_source"](info))
 
     return BuildPy
 

@@ -38,6 +38,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fusedops._files import read_json, write_text
 from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config, resolve_device
 from fusedops.train.data import Corpus, load_corpus
 from fusedops.train.loop import evaluate, prepare, train
@@ -112,15 +113,13 @@ def train_arm(config: TrainConfig, arm: Arm, corpus: Corpus) -> dict[str, Any]:
 def run_or_read(file: Path, config: TrainConfig, arm: Arm, corpus: Corpus) -> dict[str, Any]:
     """The arm's result, from an earlier call where there was one."""
     if file.exists():
-        result = json.loads(file.read_text())
+        result = read_json(file)
         expected = dataclasses.replace(config, lr=config.lr * arm.lr_factor).to_json()
         if result["config"] != expected or result["data_sha256"] != corpus.sha256:
             raise SystemExit(f"{file} is of another configuration or text; choose another --out")
         return result
     result = train_arm(config, arm, corpus)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result))
-    temporary.replace(file)
+    write_text(file, json.dumps(result))
     return result
 
 
@@ -174,7 +173,7 @@ def main() -> int:
 
     verdict = judge(losses)
     saved = {"config": config.to_json(), "environment": environment(torch.device(config.device)), "losses": losses}
-    (args.out / "agreement.json").write_text(json.dumps({**saved, **verdict}, indent=1) + "\n")
+    write_text(args.out / "agreement.json", json.dumps({**saved, **verdict}, indent=1) + "\n")
     console.print(report(seeds, losses, verdict))
     console.print("PASS" if verdict["passed"] else "FAIL: fused must agree with plain, planted must not")
     console.print(f"Results: {args.out}", soft_wrap=True)

@@ -12,7 +12,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 STAMP_FILE = "_build_info.py"
 
@@ -57,10 +57,14 @@ def csrc_hash(folder: Path) -> str:
 def read_stamp() -> Stamp | None:
     """Return the stamp of this installation, None where nothing was ever built."""
     try:
-        stamp = importlib.import_module("fusedops._build_info").STAMP
-    except (ImportError, AttributeError, SyntaxError):
+        found = importlib.import_module("fusedops._build_info").STAMP
+    except (ImportError, AttributeError, SyntaxError, ValueError, OSError):  # not there, cut short, zeros, not ours
         return None
-    return {**new_stamp(), **stamp} if isinstance(stamp, dict) else None  # an older one may lack keys
+    if not isinstance(found, dict):
+        return None
+    stamp: dict[str, Any] = dict(new_stamp())  # an older one may lack keys
+    stamp.update({key: found[key] for key, value in stamp.items() if type(found.get(key)) is type(value)})
+    return cast("Stamp", stamp)
 
 
 def rebuild_command() -> str:

@@ -230,29 +230,53 @@ def select(call: Call, backend: str | None = None) -> Choice:
             raise UnsupportedError(f"{call.op}: backend {forced!r} can't serve this call: {'; '.join(reasons)}")
         chosen = forced
     else:
-        chosen = _from_row(call)
+        chosen = _from_table(call)
     if "dispatch" in CONFIG.logs:
         logger.info("dispatch: %s -> %s", call, chosen)
     return Choice(chosen, *backends.implementation(chosen, call))
 
 
-def _from_row(call: Call) -> str:
-    row = match_row(call)
-    passed_over = []
-    for name in row.backends:
-        reasons = refusals(name, call)
-        if not reasons:
-            break
-        passed_over.append((name, "; ".join(reasons)))
-    else:
-        raise UnsupportedError(
-            f"{call.op}: no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in passed_over)
-        )
-    if passed_over and name == "reference" and call.device in ("cpu", "cuda"):
-        _warn_fallback(f"{call.op} runs in plain PyTorch: " + "; ".join(f"{n}: {r}" for n, r in passed_over))
-    elif passed_over and "fallback" in CONFIG.logs:
-        logger.info("fallback: %s runs on %s: %s", call.op, name, passed_over)
-    return name
+@dataclass(frozen=True)
+class _Walk:
+    """A walk down the table: the row and backend that serve the call, who refused it, and the rows passed by."""
+
+    row: Row
+    backend: str
+    refused: dict[str, str]
+    passed_by: list[Row]
+
+
+def _walk_table(call: Call) -> _Walk:
+    """Find the first matching row with a backend for the call.
+
+    A row of a file may name only backends that are not here, as after a move to another machine: it is passed by.
+    """
+    refused: dict[str, str] = {}
+    passed_by: list[Row] = []
+    for row in (row for row in _rows if row.matches(call)):
+        for name in row.backends:
+            reasons = refusals(name, call)
+            if not reasons:
+                return _Walk(row, name, refused, passed_by)
+            refused[name] = "; ".join(reasons)
+        passed_by.append(row)
+    raise UnsupportedError(f"{call.op}: no backend can serve this call: {_told(refused)}")
+
+
+def _told(refused: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+
+
+def _from_table(call: Call) -> str:
+    walk = _walk_table(call)
+    for row in walk.passed_by:
+        told = _told({name: walk.refused[name] for name in row.backends})
+        _warn_fallback(f"{call.op}: the row {' > '.join(row.backends)} ({row.source}) is passed by: {told}")
+    if walk.refused and walk.backend == "reference" and call.device in ("cpu", "cuda"):
+        _warn_fallback(f"{call.op} runs in plain PyTorch: {_told(walk.refused)}")
+    elif walk.refused and "fallback" in CONFIG.logs:
+        logger.info("fallback: %s runs on %s: %s", call.op, walk.backend, walk.refused)
+    return walk.backend
 
 
 def _warn_fallback(message: str) -> None:
@@ -290,9 +314,13 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     verdicts = tuple((other, tuple(refusals(other, call))) for other in config.BACKENDS)
     if CONFIG.disabled:
         return Explanation(call, "reference", "FUSEDOPS_DISABLE=1", match_row(call), verdicts)
-    row, forced = match_row(call), forced_backend(name, backend)
+    forced = forced_backend(name, backend)
     origin = "backend= argument" if backend else "use_backend or FUSEDOPS_BACKEND" if forced else "dispatch table"
-    chosen = forced or next((other for other in row.backends if not refusals(other, call)), "nothing can serve it")
-    if forced and refusals(forced, call):
-        chosen = f"nothing: {forced} was asked for and can't serve it"
-    return Explanation(call, chosen, origin, row, verdicts)
+    if forced:
+        chosen = f"nothing: {forced} was asked for and can't serve it" if refusals(forced, call) else forced
+        return Explanation(call, chosen, origin, match_row(call), verdicts)
+    try:
+        walk = _walk_table(call)
+    except UnsupportedError:
+        return Explanation(call, "nothing can serve it", origin, match_row(call), verdicts)
+    return Explanation(call, walk.backend, origin, walk.row, verdicts)

@@ -6,11 +6,12 @@ can't be read as rows is ignored with one warning.
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ._files import MIB, read_json
 
 if TYPE_CHECKING:
     from .dispatch import Call
@@ -90,8 +91,8 @@ def load(path: str | None) -> tuple[Row, ...]:
     if path is None:
         return SHIPPED
     try:
-        return (*_parse(json.loads(Path(path).read_text("utf-8")), path), *SHIPPED)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return (*_parse(read_json(Path(path), most=MIB), path), *SHIPPED)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=2)
         return SHIPPED
 

@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+from fusedops import _files
 from fusedops.cli import main
 from fusedops.train import checkpoint, loop
 from fusedops.train.checkpoint import CheckpointError
@@ -357,7 +358,7 @@ class TestCheckpoint:
         def die(file):
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(checkpoint, "_flush", die)
+        monkeypatch.setattr(_files, "flush", die)
         with pytest.raises(OSError, match="no space"):
             checkpoint.save(path.parent, 4, job.model, job.optimizer, job.scaler, {})
         assert checkpoint.latest(path.parent) == path

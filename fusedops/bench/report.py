@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._files import append_records, read_records
 from .records import Record
 
 # Ours stand out; the colours are those that people with colour blindness tell apart (Okabe and Ito).
@@ -25,10 +26,9 @@ _TITLES = {
 
 
 def write_jsonl(records: Iterable[Record], path: Path) -> None:
-    """Append records to a file, one a line."""
+    """Append records to a file, one a line; other processes may do so at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    append_records(path, records)
 
 
 def read_jsonl(path: Path) -> list[Record]:
@@ -38,14 +38,29 @@ def read_jsonl(path: Path) -> list[Record]:
         ValueError: a line that is no record, with its number.
     """
     found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-            key = (*(record[name] for name in ("op", "direction", "dtype", "backend")), _size(record))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: expected a record of fusedops bench, got {line[:60]!r}") from error
+    for number, record in read_records(path):
+        if not _is_record(record):
+            text = json.dumps(record)[:60]
+            raise ValueError(f"{path}:{number}: expected a record of fusedops bench, got {text!r}")
+        key = (*(record[name] for name in _NAMES), _size(record))
         found[key] = record
     return list(found.values())
+
+
+_NAMES = ("op", "direction", "dtype", "backend")
+
+
+def _is_record(record: Any) -> bool:
+    """Whether a value has what tables and charts are made of."""
+    return (
+        isinstance(record, dict)
+        and record.keys() >= {"status", "ours", "gpu", "threads", "commit", "dirty", "torch"}
+        and all(isinstance(record.get(name), str) for name in (*_NAMES, "status", "torch"))
+        and isinstance(record["commit"], str | None)
+        and (isinstance(record.get("model"), str) or isinstance(record.get("shape"), list))
+        and isinstance(record.get("percent_of_copy"), int | float | None)
+        and (record["status"] != "ok" or record.get("percent_of_copy") is not None)
+    )
 
 
 def _size(record: Record) -> str:

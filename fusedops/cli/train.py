@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fusedops._files import write_text
 from fusedops.train import plots
 from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config, resolve_device
 from fusedops.train.data import Corpus, load_corpus
@@ -129,7 +130,7 @@ def _run(console: Console, plan: Plan, corpus: Corpus, save_every: int) -> int:
 
     data = {"name": corpus.name, "train_bytes": len(corpus.train), "sha256": corpus.sha256}
     summary = {"config": config.to_json(), "environment": where, "data": data, "results": results}
-    (plan.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_text(plan.out / "summary.json", json.dumps(summary, indent=1) + "\n")
     plots.plot_loss(records, results, title, plan.out / "loss.png")
     plots.plot_steps(results, title, plan.out / "steps.png")
     console.print(_table(results))

@@ -2,14 +2,15 @@
 
 A folder is written under a temporary name, flushed to disk, then renamed: it exists whole or not at all. The JSON
 holds the SHA-256 of the tensor file, so a torn or edited pair is noticed. Loading checks everything before the first
-copy: a refused checkpoint leaves the run as it was.
+copy, and takes the files for hostile: a refused checkpoint leaves the run as it was.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from .._files import new_folder, read_json
 
 FORMAT = "fusedops-train-checkpoint"
 VERSION = 1
@@ -48,6 +51,9 @@ def save(
 
     Returns:
         The folder written.
+
+    Raises:
+        OSError: it cannot be written; the older ones stay.
     """
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"rng.{name}": state for name, state in _rng_states(model).items()}
@@ -60,38 +66,43 @@ def save(
             else:
                 scalars.setdefault(str(index), {})[key] = value
 
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:08d}"
-    temporary = folder / f"tmp-{os.getpid()}"
-    for left_over in folder.glob("tmp-*"):  # of a process that was killed while it wrote
-        shutil.rmtree(left_over, ignore_errors=True)
-    temporary.mkdir()
-    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary / TENSORS)
-    meta = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "identity": identity,
-        "optimizer": {"param_groups": state["param_groups"], "scalars": scalars},
-        "scaler": scaler.state_dict(),
-        "tensors_sha256": _sha256(temporary / TENSORS),
-    }
-    (temporary / META).write_text(json.dumps(meta, indent=1))
-    for path in (temporary / TENSORS, temporary / META, temporary):
-        _flush(path)
-
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    _flush(folder)
-    for old in folder.glob("step-*"):
+    with new_folder(target) as temporary:
+        _save_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, temporary / TENSORS)
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "identity": identity,
+            "optimizer": {"param_groups": state["param_groups"], "scalars": scalars},
+            "scaler": scaler.state_dict(),
+            "tensors_sha256": _sha256(temporary / TENSORS),
+        }
+        (temporary / META).write_text(json.dumps(meta, indent=1))
+    for old in _all(folder):
         if old != target:
             shutil.rmtree(old)
     return target
 
 
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # what the system said is in its text
+        full = "(os error 28)" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"cannot be written ({error})", str(file)) from error
+
+
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None."""
-    return max(folder.glob("step-*"), default=None)
+    return max(_all(folder), default=None)
+
+
+def _all(folder: Path) -> list[Path]:
+    """Folders that `save` has made; what is named alike, links among them, is none of them."""
+    return [
+        p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name) and p.is_dir() and not p.is_symlink()
+    ]
 
 
 def load(
@@ -124,6 +135,7 @@ def load(
     _check_same(path, "model", parts["model"], model.state_dict())
     _check_same(path, "rng", parts["rng"], _rng_states(model))
     optimizer_state = _optimizer_state(path, meta, parts["optimizer"], optimizer)
+    _check_alike(path / META, "scaler", meta["scaler"], scaler.state_dict())
 
     optimizer.load_state_dict(optimizer_state)
     scaler.load_state_dict(meta["scaler"])
@@ -137,11 +149,11 @@ def load(
 def _read_meta(path: Path) -> dict[str, Any]:
     file = path / META
     try:
-        meta = json.loads(file.read_text())
+        meta = read_json(file)
     except OSError as error:
         raise CheckpointError(f"{file}: no checkpoint to be read here ({error.strerror})") from error
     except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error}); the file is damaged") from error
+        raise CheckpointError(f"{error}; the file is damaged") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise CheckpointError(f"{file}: not a checkpoint of `fusedops train` (no format: {FORMAT!r})")
     if meta.get("version") != VERSION:
@@ -155,8 +167,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
         "identity": isinstance(meta["identity"], dict),
         "optimizer": isinstance(optimizer, dict)
         and isinstance(optimizer.get("param_groups"), list)
-        and all(isinstance(group, dict) and group.keys() >= {"params", "betas"} for group in optimizer["param_groups"])
-        and isinstance(optimizer.get("scalars"), dict),
+        and all(isinstance(group, dict) for group in optimizer["param_groups"])
+        and isinstance(optimizer.get("scalars"), dict)
+        and all(isinstance(values, dict) for values in optimizer["scalars"].values()),
         "scaler": isinstance(meta["scaler"], dict),
     }
     if odd := [name for name, good in sound.items() if not good]:
@@ -188,26 +201,49 @@ def _check_same(path: Path, part: str, found: dict[str, Tensor], expected: dict[
             raise CheckpointError(f"{path}: {part} tensor {name} is {is_}, expected {expected_}")
 
 
+def _check_alike(file: Path, what: str, found: Any, expected: Any) -> None:
+    """Values may differ, what they are may not: the same keys, lengths and kinds all the way down."""
+    kinds = ((bool,), (int, float), (str,), (type(None),), (list, tuple), (dict,))
+    kind = next((kind for kind in kinds if isinstance(expected, kind)), (type(expected),))
+    same = isinstance(found, kind) and isinstance(found, bool) == isinstance(expected, bool)
+    if same and isinstance(expected, dict):
+        same = found.keys() == expected.keys()
+    elif same and isinstance(expected, list | tuple):
+        same = len(found) == len(expected)
+    if not same:
+        raise CheckpointError(
+            f"{file}: damaged, {what} is {str(found)[:60]!r}, expected one like {str(expected)[:60]!r}"
+        )
+    if isinstance(expected, dict | list | tuple):
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            _check_alike(file, f"{what}.{key}", found[key], expected[key])
+
+
 def _optimizer_state(
     path: Path, meta: dict[str, Any], tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """The optimizer's state dict, checked against its parameters."""
     groups = meta["optimizer"]["param_groups"]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = {str(i): p for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     own_groups = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
+    if [group.get("params") for group in groups] != [group["params"] for group in own_groups]:
         raise CheckpointError(f"{path}: the optimizer's parameter groups do not match this run's")
+    _check_alike(path / META, "optimizer.param_groups", groups, own_groups)
     for group in groups:
         group["betas"] = tuple(group["betas"])  # JSON has no tuples
 
     state: dict[int, dict[str, Any]] = {}
     for name, value in tensors.items():
         index, _, key = name.partition(".")
-        param = params[int(index)] if index.isdecimal() and int(index) < len(params) else None
-        if param is None or (value.dim() > 0 and value.shape != param.shape):
-            raise CheckpointError(f"{path}: optimizer tensor {name} {tuple(value.shape)} fits no parameter of this run")
+        param = params.get(index)
+        expected = () if param is None or key == "step" else param.shape
+        if param is None or value.shape != expected or not value.is_floating_point():
+            is_ = f"{name} {tuple(value.shape)} {value.dtype}"
+            raise CheckpointError(f"{path}: optimizer tensor {is_} fits no parameter of this run")
         state.setdefault(int(index), {})[key] = value
     for index, values in meta["optimizer"]["scalars"].items():
+        if index not in params or not all(isinstance(value, int | float | None) for value in values.values()):
+            raise CheckpointError(f"{path / META}: damaged, optimizer.scalars.{index} fits no parameter of this run")
         state.setdefault(int(index), {}).update(values)
     for number in range(len(params)):
         missing = {"step", "exp_avg", "exp_avg_sq"} - state.get(number, {}).keys()
@@ -231,12 +267,3 @@ def _sha256(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Ask the system to put a file, or a folder's list of names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

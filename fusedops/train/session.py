@@ -22,12 +22,15 @@ import torch
 
 from fusedops import __version__
 
+from .._files import locked, read_json, read_records, write_text
 from . import checkpoint
 from .checkpoint import CheckpointError
-from .config import TrainConfig
+from .config import TrainConfig, resolve_device
 from .data import Corpus
-from .loop import Record, evaluate, prepare, summarise, train
+from .loop import PHASES, VARIANTS, Record, evaluate, prepare, summarise, train
 from .meter import EnergyMeter, peak_memory, reset_peak_memory
+
+LOCK = ".lock"  # held by the process that works in the run's folder
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,12 @@ class Plan:
             ValueError: the folder holds another run.
         """
         file = self.out / "config.json"
-        if file.exists():
-            raise ValueError(f"out: {self.out} holds another run; choose another folder or --resume {self.out}")
-        self.out.mkdir(parents=True, exist_ok=True)
         saved = {"config": self.config.to_json(), "variants": self.variants, "data_sha256": self.data_sha256}
-        _write(file, json.dumps(saved, indent=1) + "\n")
+        self.out.mkdir(parents=True, exist_ok=True)
+        with locked(self.out / LOCK, wait=True):
+            if file.exists():
+                raise ValueError(f"out: {self.out} holds another run; choose another folder or --resume {self.out}")
+            write_text(file, json.dumps(saved, indent=1) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> Plan:
@@ -61,12 +65,17 @@ class Plan:
         """
         file = out / "config.json"
         try:
-            saved = json.loads(file.read_text())
-            return cls(out, TrainConfig(**saved["config"]), tuple(saved["variants"]), str(saved["data_sha256"]))
+            saved = read_json(file)
+            config = TrainConfig(**saved["config"])
+            if str(resolve_device(config.device)) != config.device:
+                raise ValueError(f"device: {config.device!r}")
+            if not saved["variants"] or not set(saved["variants"]) <= set(VARIANTS):
+                raise ValueError(f"variants: expected any of {', '.join(VARIANTS)}, got {saved['variants']!r}")
+            return cls(out, config, tuple(saved["variants"]), str(saved["data_sha256"]))
         except OSError as error:
             raise CheckpointError(f"resume: no run in {out}: {file}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"resume: {file} is not a plan of `fusedops train` ({error!r})") from error
+            raise CheckpointError(f"resume: {file} is not a plan of `fusedops train` ({error})") from error
 
 
 def run_variant(
@@ -93,7 +102,22 @@ def run_variant(
 
     Raises:
         CheckpointError: the checkpoint in the folder is damaged or of another run.
+        ValueError: another process works in the folder.
     """
+    with locked(plan.out / LOCK, wait=False) as alone:
+        if not alone:
+            raise ValueError(f"out: another process trains in {plan.out}; wait for its end or choose another folder")
+        return _run_variant(plan, variant, corpus, stop, save_every, on_record)
+
+
+def _run_variant(
+    plan: Plan,
+    variant: str,
+    corpus: Corpus,
+    stop: Callable[[], bool],
+    save_every: int,
+    on_record: Callable[[Record], None],
+) -> tuple[list[Record], dict[str, Any] | None]:
     folder, metrics = plan.out / variant, plan.out / "metrics.jsonl"
     earlier = _read_records(metrics)
     records = [record for record in earlier if record["variant"] == variant]
@@ -109,15 +133,18 @@ def run_variant(
     parts = (job.model, job.optimizer, job.scaler)
     identity = {"variant": variant, "data_sha256": plan.data_sha256, **plan.config.to_json()}
     saved = checkpoint.latest(folder)
-    start = checkpoint.load(saved, *parts, identity) if saved else 0
-    records = [record for record in records if record["step"] < start]
-    if len(records) != start:
-        raise CheckpointError(f"{metrics}: holds {len(records)} steps of {variant}, the checkpoint has done {start}")
+    try:
+        start = checkpoint.load(saved, *parts, identity) if saved else 0
+        records = [record for record in records if record["step"] < start]
+        if [record["step"] for record in records] != list(range(start)):
+            raise CheckpointError(f"{metrics}: does not hold the {start} steps of {variant} before the checkpoint")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; to begin the {variant} run again, delete {folder}") from error
     for record in records:
         on_record(record)
 
     others = [record for record in earlier if record["variant"] != variant]
-    _write(metrics, "".join(json.dumps(record) + "\n" for record in others + records))
+    write_text(metrics, "".join(json.dumps(record) + "\n" for record in others + records))
     energy = EnergyMeter(device)
     with metrics.open("a", buffering=1) as lines:
 
@@ -127,6 +154,7 @@ def run_variant(
             on_record(record)
 
         def save(step: int) -> None:
+            os.fsync(lines.fileno())  # a checkpoint without the records of its steps could not be resumed
             checkpoint.save(folder, step, *parts, identity)
 
         done = train(
@@ -137,7 +165,7 @@ def run_variant(
     memory = peak_memory(device)
     result = summarise(plan.config, records, evaluate(job, plan.config, corpus), memory, energy.joules_per_step())
     folder.mkdir(exist_ok=True)
-    _write(finished, json.dumps(result, indent=1) + "\n")
+    write_text(finished, json.dumps(result, indent=1) + "\n")
     for old in folder.glob("step-*"):
         shutil.rmtree(old)
     return records, result
@@ -178,34 +206,47 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _read_records(metrics: Path) -> list[Record]:
     """The lines of an earlier part; a last line cut off by a crash is left out."""
-    if not metrics.exists():
-        return []
-    records = []
     try:
-        for line in metrics.read_text().rpartition("\n")[0].splitlines():
-            record = json.loads(line)
-            if not (isinstance(record["variant"], str) and isinstance(record["step"], int)):
-                raise ValueError(line)
-            records.append(record)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{metrics}: line {len(records) + 1}: expected a step's record of `fusedops train`, the file is damaged"
-        ) from error
-    return records
+        records = dict(read_records(metrics))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{error}; the file is damaged") from error
+    for number, record in records.items():
+        if not _is_step(record):
+            raise CheckpointError(
+                f"{metrics}: line {number}: expected a step's record of `fusedops train`, the file is damaged"
+            )
+    return list(records.values())
+
+
+def _is_step(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("variant"), str)
+        and type(record.get("step")) is int
+        and isinstance(record.get("timed"), bool)
+        and all(_is_number(record.get(f"{phase}_ms")) for phase in PHASES)
+        and all(record.get(key, "") is None or _is_number(record.get(key)) for key in ("loss", "grad_norm"))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_result(file: Path) -> dict[str, Any]:
     try:
-        result = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error}); the file is damaged") from error
-    if not (isinstance(result, dict) and result.keys() >= {"ms", "tokens_per_s", "validation_loss"}):
+        result = read_json(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{error}; the file is damaged: delete it to do that run again") from error
+    sound = (
+        isinstance(result, dict)
+        and isinstance(result.get("ms"), dict)
+        and all(_is_number(result["ms"].get(phase)) for phase in (*PHASES, "step"))
+        and all(_is_number(result.get(key)) for key in ("tokens_per_s", "validation_loss"))
+        and all(isinstance(result.get(key), int | float | None) for key in ("peak_memory_bytes", "joules_per_step"))
+    )
+    if not sound:
         raise CheckpointError(f"{file}: not a result of `fusedops train`, the file is damaged")
     return result
-
-
-def _write(file: Path, text: str) -> None:
-    """Write so that a reader sees the old content or the new, never a part."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(file)
