@@ -137,7 +137,10 @@ def load(
     optimizer_state = _optimizer_state(path, meta, parts["optimizer"], optimizer)
     _check_alike(path / META, "scaler", meta["scaler"], scaler.state_dict())
 
-    optimizer.load_state_dict(optimizer_state)
+    try:
+        optimizer.load_state_dict(optimizer_state)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     scaler.load_state_dict(meta["scaler"])
     model.load_state_dict(parts["model"])
     torch.set_rng_state(parts["rng"].pop("cpu"))
