@@ -413,8 +413,8 @@ class TestCommand:
         for file, content, message in [
             (out / "plain" / "result.json", "{", "result.json: not valid JSON"),
             (out / "plain" / "result.json", "[]", "result.json: not a result of"),
-            (out / "metrics.jsonl", '{"step": 0}\n', "metrics.jsonl: line 1: expected a step's record"),
-            (out / "metrics.jsonl", "x\n", "metrics.jsonl: line 1: expected a step's record"),
+            (out / "metrics.jsonl", '{"step": 0}\n', "metrics.jsonl:1: expected a step's record"),
+            (out / "metrics.jsonl", "x\n", "metrics.jsonl:1: not valid JSON"),
         ]:
             kept = file.read_text()
             file.write_text(content)

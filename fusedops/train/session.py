@@ -215,7 +215,7 @@ def _read_records(metrics: Path) -> list[Record]:
     for number, record in records.items():
         if not _is_step(record):
             raise CheckpointError(
-                f"{metrics}: line {number}: expected a step's record of `fusedops train`, the file is damaged"
+                f"{metrics}:{number}: expected a step's record of `fusedops train`, the file is damaged"
             )
     return list(records.values())
 
