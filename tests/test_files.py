@@ -610,7 +610,14 @@ def test_a_foreign_stamp_breaks_nothing(monkeypatch, stamp):
         assert _build.misfit(found, "2.13.0", found["python"])
 
 
-OPTIONS = [{}, {"amsgrad": True}, {"master_weights": True}, {"state_dtype": torch.float32, "max_grad_norm": 1.0}]
+OPTIONS = [
+    {},
+    {"amsgrad": True},
+    {"master_weights": True},
+    {"state_dtype": torch.float32, "max_grad_norm": 1.0},
+    {"bf16_stochastic_round": True, "seed": 7},
+    {"kahan_sum": True},
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*round.* away")

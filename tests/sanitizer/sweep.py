@@ -8,6 +8,7 @@ sweep.py BACKENDS --plant overread | unwritten     one faulty call instead
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import torch
 
 import fusedops
 from fusedops import testing
-from fusedops.registry import OPS, OPTIMS
+from fusedops.registry import OPS, OPTIMS, Case, OpSpec
 
 EVERY = 2  # of the cases: their dtypes take turns in threes, so each is met
 SHAPES = ((), (1,), (7, 5), (0,), (1023,), (33, 129), (70_001,))
@@ -26,14 +27,26 @@ MIXES = [
     (torch.bfloat16, {}),
     (torch.float16, {"state_dtype": torch.float32}),
     (torch.bfloat16, {"state_dtype": torch.float32, "master_weights": True}),
+    (torch.bfloat16, {"bf16_stochastic_round": True}),
+    (torch.bfloat16, {"kahan_sum": True}),
 ]
+
+
+def chosen(spec: OpSpec, full: bool) -> list[Case]:
+    """Quick cases, and the widest of all, which takes other kernels."""
+
+    def width_and_smallness(case: Case) -> tuple[int, int]:
+        return math.prod(case.shape[len(case.shape) - case.normalized :]), -math.prod(case.shape)
+
+    quick = list(spec.cases("quick"))
+    return [*quick[:: 1 if full else EVERY], max(spec.cases("full"), key=width_and_smallness)]
 
 
 def run_ops(backend: str, full: bool) -> int:
     """Call every op on its cases, forward and backward; returns how many were served."""
     served = 0
     for spec in OPS.values():
-        for case in list(spec.cases("quick"))[:: 1 if full else EVERY]:
+        for case in chosen(spec, full):
             if testing.refused(spec, case, backend, "cuda"):
                 continue
             sample = testing.make_sample(spec, case, "cuda")
