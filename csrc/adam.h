@@ -310,6 +310,7 @@ struct AdamTables {
   const Chunk* chunks;                // [chunk_count]
   int64_t tensor_count;
   int64_t chunk_count;
+  bool all_roundings;  // some record's is kKahan or kStochastic
 };
 
 // Elements of one chunk of the table that adam_step walks.

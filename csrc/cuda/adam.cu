@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBlocksPerSM = 7;
+constexpr int kBlocksPerSMOfAll = 6;  // of the kernel for every rounding
 constexpr int kUnroll = 2;
 constexpr int kChunk = 8192;
 constexpr int kPrologueThreads = 64;
@@ -42,8 +43,10 @@ const char* adam_step(const AdamTables& tables, const GroupParams* groups, int64
     if (status != cudaSuccess) return describe(status);
   }
   if (tables.chunk_count == 0) return nullptr;
-  return describe(launch(adam_kernel<kThreads, kBlocksPerSM, kChunk, kUnroll>, tables,
-                         dim3(static_cast<unsigned>(tables.chunk_count)), dim3(kThreads), 0, stream, /*overlap=*/true));
+  const auto kernel = tables.all_roundings ? adam_kernel<true, kThreads, kBlocksPerSMOfAll, kChunk, kUnroll>
+                                           : adam_kernel<false, kThreads, kBlocksPerSM, kChunk, kUnroll>;
+  return describe(launch(kernel, tables, dim3(static_cast<unsigned>(tables.chunk_count)), dim3(kThreads), 0, stream,
+                         /*overlap=*/true));
 }
 
 }  // namespace fusedops::cuda

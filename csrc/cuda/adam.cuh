@@ -127,15 +127,15 @@ __device__ __forceinline__ Raw<kVec> pack_stochastic(const float (&in)[kVec], co
   return raw;
 }
 
-// Writes kVec updated weights (overwriting p) as the tensor's rounding says.
-template <int kVec, class Types>
+// Writes kVec updated weights (overwriting p) as the tensor's rounding says; see adam_kernel for kAll.
+template <bool kAll, int kVec, class Types>
 __device__ __forceinline__ void store_weights(const Types& types, const Tile& tile, int i, float (&p)[kVec]) {
   if (types.rounding == Rounding::kMaster) store_raw<kVec>(tile.companion, i, DType::f32, pack(p, DType::f32));
-  const Raw<kVec> rounded = types.rounding == Rounding::kStochastic
+  const Raw<kVec> rounded = kAll && types.rounding == Rounding::kStochastic
                                 ? pack_stochastic<kVec>(p, tile.scalars.dither, tile.first + i)
                                 : pack(p, types.param);
   store_raw<kVec>(tile.param, i, types.param, rounded);
-  if (types.rounding != Rounding::kKahan) return;
+  if (!kAll || types.rounding != Rounding::kKahan) return;
   float held[kVec];
   unpack(held, rounded, types.param);
 #pragma unroll
@@ -144,11 +144,11 @@ __device__ __forceinline__ void store_weights(const Types& types, const Tile& ti
 }
 
 // Updates the whole vectors of a tile, returns how many elements they hold.
-template <int kThreads, int kVec, int kUnroll, class Types>
+template <bool kAll, int kThreads, int kVec, int kUnroll, class Types>
 __device__ __forceinline__ int update_vectors(const Types& types, const Tile& tile) {
   constexpr int kStride = kThreads * kVec;
   const int end = tile.count - tile.count % kVec;
-  const bool master = types.rounding == Rounding::kMaster, kahan = types.rounding == Rounding::kKahan;
+  const bool master = types.rounding == Rounding::kMaster, kahan = kAll && types.rounding == Rounding::kKahan;
   const DType value_dtype = master ? DType::f32 : types.param;
   for (int base = int(threadIdx.x) * kVec; base < end; base += kUnroll * kStride) {
     Raw<kVec> value[kUnroll], grad[kUnroll], exp_avg[kUnroll], exp_avg_sq[kUnroll], largest[kUnroll], rest[kUnroll];
@@ -187,17 +187,17 @@ __device__ __forceinline__ int update_vectors(const Types& types, const Tile& ti
       store_raw<kVec>(tile.exp_avg, i, types.exp_avg, pack(m, types.exp_avg));
       store_raw<kVec>(tile.exp_avg_sq, i, types.exp_avg_sq, pack(v, types.exp_avg_sq));
       if (types.amsgrad) store_raw<kVec>(tile.max_exp_avg_sq, i, types.exp_avg_sq, pack(top, types.exp_avg_sq));
-      store_weights<kVec>(types, tile, i, p);
+      store_weights<kAll>(types, tile, i, p);
     }
   }
   return end;
 }
 
 // One weight, likewise.
-template <class acc_t>
+template <bool kAll, class acc_t>
 __device__ __forceinline__ void store_weight(const Tile& tile, int i, acc_t p) {
   const RuntimeTypes& types = tile.types;
-  if (types.rounding == Rounding::kStochastic) {
+  if (kAll && types.rounding == Rounding::kStochastic) {
     const int64_t element = tile.first + i;
     const Words4 bits = adam::octet_bits(tile.scalars.dither, uint64_t(element) / adam::kOctet);
     reinterpret_cast<uint16_t*>(tile.param)[i] = uint16_t(
@@ -206,20 +206,20 @@ __device__ __forceinline__ void store_weight(const Tile& tile, int i, acc_t p) {
   }
   store_one(tile.param, i, types.param, p);  // fp32 arithmetic: the parameter rounds the value its master has
   if (types.rounding == Rounding::kMaster) store_one(tile.companion, i, DType::f32, p);
-  if (types.rounding == Rounding::kKahan) {
+  if (kAll && types.rounding == Rounding::kKahan) {
     store_one(tile.companion, i, types.param, adam::lost(float(p), load_one<float>(tile.param, i, types.param)));
   }
 }
 
 // Any dtypes, any alignment: misaligned tensors, ends that fill no vector, and fp64.
-template <int kThreads, class acc_t>
+template <bool kAll, int kThreads, class acc_t>
 __device__ __forceinline__ void update_elements(const Tile& tile, const Coefficients<acc_t>& c, int begin) {
   const RuntimeTypes& types = tile.types;
   for (int i = begin + int(threadIdx.x); i < tile.count; i += kThreads) {
     const acc_t g = load_one<acc_t>(tile.grad, i, types.grad);
     acc_t p = types.rounding == Rounding::kMaster ? load_one<acc_t>(tile.companion, i, DType::f32)
                                                   : load_one<acc_t>(tile.param, i, types.param);
-    if (types.rounding == Rounding::kKahan) p += load_one<acc_t>(tile.companion, i, types.param);
+    if (kAll && types.rounding == Rounding::kKahan) p += load_one<acc_t>(tile.companion, i, types.param);
     acc_t m = load_one<acc_t>(tile.exp_avg, i, types.exp_avg);
     acc_t v = load_one<acc_t>(tile.exp_avg_sq, i, types.exp_avg_sq);
     acc_t top = types.amsgrad ? load_one<acc_t>(tile.max_exp_avg_sq, i, types.exp_avg_sq) : acc_t(0);
@@ -229,67 +229,75 @@ __device__ __forceinline__ void update_elements(const Tile& tile, const Coeffici
     store_one(tile.exp_avg, i, types.exp_avg, m);
     store_one(tile.exp_avg_sq, i, types.exp_avg_sq, v);
     if (types.amsgrad) store_one(tile.max_exp_avg_sq, i, types.exp_avg_sq, top);
-    store_weight(tile, i, p);
+    store_weight<kAll>(tile, i, p);
   }
 }
 
-template <int kThreads, int kUnroll>
+template <bool kAll, int kThreads, int kUnroll>
 __device__ __forceinline__ void update_tile(const Tile& tile) {
   constexpr DType f32 = DType::f32, f16 = DType::f16, bf16 = DType::bf16;
   constexpr Rounding nearest = Rounding::kNearest, master = Rounding::kMaster;
   constexpr Rounding kahan = Rounding::kKahan, stochastic = Rounding::kStochastic;
-  if (tile.path == Path::kDouble) return update_elements<kThreads, double>(tile, tile.scalars.full, 0);
+  if (tile.path == Path::kDouble) return update_elements<kAll, kThreads, double>(tile, tile.scalars.full, 0);
   int done = 0;
   if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * width_of(tile.types.grad)) == 0) {
     switch (tile.path) {
-      case Path::kFloat: done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, nearest>{}, tile); break;
+      case Path::kFloat:
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, nearest>{}, tile);
+        break;
       case Path::kBFloat:
-        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, nearest>{}, tile);
+        done = update_vectors<kAll, kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<bf16, bf16, bf16, nearest>{}, tile);
         break;
       case Path::kHalf:
-        done = update_vectors<kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, nearest>{}, tile);
+        done = update_vectors<kAll, kThreads, 8, (kUnroll + 1) / 2>(FixedTypes<f16, f16, f16, nearest>{}, tile);
         break;
       case Path::kBFloatMaster:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, master>{}, tile);
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, master>{}, tile);
         break;
       case Path::kHalfMaster:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, master>{}, tile);
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, master>{}, tile);
         break;
       case Path::kBFloatMasterMainGrad:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, master>{}, tile);
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<bf16, f32, f32, master>{}, tile);
         break;
       case Path::kBFloatState:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, nearest>{}, tile);
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, nearest>{}, tile);
         break;
       case Path::kHalfState:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, nearest>{}, tile);
+        done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<f16, f16, f32, nearest>{}, tile);
         break;
-      case Path::kBFloatKahan:
-        done = update_vectors<kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, kahan>{}, tile);
-        break;
-      case Path::kBFloatStateKahan:
-        done = update_vectors<kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, kahan>{}, tile);
-        break;
-      case Path::kBFloatStochastic:
-        done = update_vectors<kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, stochastic>{}, tile);
-        break;
-      case Path::kBFloatStateStochastic:
-        done = update_vectors<kThreads, 4, 1>(FixedTypes<bf16, bf16, f32, stochastic>{}, tile);
-        break;
-      case Path::kRuntime: done = update_vectors<kThreads, 4, 1>(tile.types, tile); break;
+      case Path::kRuntime: done = update_vectors<kAll, kThreads, 4, 1>(tile.types, tile); break;
       default: break;
     }
+    if constexpr (kAll) {
+      switch (tile.path) {
+        case Path::kBFloatKahan:
+          done = update_vectors<kAll, kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, kahan>{}, tile);
+          break;
+        case Path::kBFloatStateKahan:
+          done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<bf16, bf16, f32, kahan>{}, tile);
+          break;
+        case Path::kBFloatStochastic:
+          done = update_vectors<kAll, kThreads, 8, 1>(FixedTypes<bf16, bf16, bf16, stochastic>{}, tile);
+          break;
+        case Path::kBFloatStateStochastic:
+          done = update_vectors<kAll, kThreads, 4, 1>(FixedTypes<bf16, bf16, f32, stochastic>{}, tile);
+          break;
+        default: break;
+      }
+    }
   }
-  if (done < tile.count) update_elements<kThreads, float>(tile, tile.scalars.single, done);
+  if (done < tile.count) update_elements<kAll, kThreads, float>(tile, tile.scalars.single, done);
 }
 
-template <int kThreads, int kBlocksPerSM, int kChunk, int kUnroll>
+// kAll: tensors with kahan_sum or stochastic rounding too, which take more registers than the others should pay for.
+template <bool kAll, int kThreads, int kBlocksPerSM, int kChunk, int kUnroll>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM) adam_kernel(const AdamTables tables) {
   __shared__ Tile tile;
   const Chunk chunk = tables.chunks[blockIdx.x];
   const uint32_t t = chunk.tensor;
   load_tile(tile, tables.records[t], tables.grads[t], tables.scalars[t], int64_t(chunk.index) * kChunk, kChunk);
-  if (tile.scalars.active != 0) update_tile<kThreads, kUnroll>(tile);
+  if (tile.scalars.active != 0) update_tile<kAll, kThreads, kUnroll>(tile);
 }
 
 }  // namespace fusedops::cuda

@@ -67,6 +67,7 @@ void check_length(const char* name, size_t got, size_t expected) {
 struct AdamPlan::StreamTables {
   uint64_t version = 0;  // of the plan's records that these are
   at::Tensor records;
+  bool all_roundings = false;
   at::Tensor scalars;
   std::vector<uint32_t> first;  // first chunk of each tensor, then the number of chunks
   at::Tensor chunks;
@@ -479,6 +480,9 @@ std::shared_ptr<AdamPlan::StreamTables> AdamPlan::stream_tables(const std::vecto
       tables.first = std::move(first);  // last: an allocation that failed is tried again in the next step
     }
     tables.records = uploaded(records_, device_, stream);
+    tables.all_roundings = std::any_of(records_.begin(), records_.end(), [](const TensorRecord& r) {
+      return r.rounding == Rounding::kKahan || r.rounding == Rounding::kStochastic;
+    });
     tables.version = version_;
   }
   if (tables.grad_pointers != grads) {
@@ -497,6 +501,7 @@ void AdamPlan::step_cuda(const Prepared& step) {
   args.chunks = static_cast<const cuda::Chunk*>(tables.chunks.const_data_ptr());
   args.tensor_count = static_cast<int64_t>(records_.size());
   args.chunk_count = tables.first.back();
+  args.all_roundings = tables.all_roundings;
   check_launch(cuda::adam_step(args, step.groups.data(), static_cast<int64_t>(step.groups.size()), step.inputs,
                                current_stream(device_)));
 }
