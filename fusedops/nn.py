@@ -8,9 +8,13 @@
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor
 
 from .ops import layer_norm, rms_norm
+
+for _name in ("layer_norm", "rms_norm"):
+    torch.fx.wrap(_name)  # symbolic_trace records the call, as it does PyTorch's own
 
 
 class LayerNorm(torch.nn.LayerNorm):

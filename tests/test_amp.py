@@ -79,6 +79,26 @@ def test_set_norm_output_as_context_and_as_call(backend: str) -> None:
     assert fusedops.layer_norm(x, 8).dtype is BF16  # outside autocast: the input's dtype
 
 
+def test_compiled_code_follows_set_norm_output(backend: str) -> None:
+    """Compiled once for each mode, whether the mode is set around the code or within it."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 8)
+    compiled = torch.compile(lambda x: fusedops.layer_norm(x, 8), backend="eager", fullgraph=True)
+
+    def within(x: Tensor) -> Tensor:
+        with amp.set_norm_output("fp32"):
+            return fusedops.rms_norm(x, 8)
+
+    with torch.autocast("cpu", BF16):
+        dtypes = [compiled(x).dtype]
+        with amp.set_norm_output("fp32"):
+            dtypes.append(compiled(x).dtype)
+        dtypes.append(compiled(x).dtype)
+        assert torch.compile(within, backend="eager", fullgraph=True)(x).dtype is F32
+    assert [*dtypes, compiled(x).dtype] == [BF16, F32, BF16, F32]
+    assert amp._norm_output == "autocast"
+
+
 def test_set_norm_output_refuses_other_modes() -> None:
     with pytest.raises(ValueError, match="mode: expected 'autocast' or 'fp32', got 'bf16'"):
         amp.set_norm_output("bf16")

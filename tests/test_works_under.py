@@ -6,6 +6,7 @@ What no kernel knows of takes plain PyTorch, compiled or not, and is never an er
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -208,6 +209,31 @@ def test_dtensors(spec: OpSpec, compiled: bool, mesh: Any) -> None:
     assert_close([t.full_tensor() for t in got], results(op, plain))
 
 
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "fully_shard"])
+@pytest.mark.parametrize("optimizer", [fusedops.optim.Adam, fusedops.optim.AdamW])
+def test_data_parallel_training(wrapper: str, optimizer: Callable[..., Any], mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(wrapped: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net: nn.Module = nn.Sequential(nn.Linear(8, 8), fusedops.nn.LayerNorm(8), fusedops.nn.RMSNorm(8))
+        parameters = [*net.parameters()]
+        if wrapped and wrapper == "fully_shard":
+            for layer in (*net, net):
+                fully_shard(layer, mesh=mesh)
+            parameters = [*net.parameters()]
+        elif wrapped:
+            net = nn.parallel.DistributedDataParallel(net)
+        ours = optimizer(parameters, lr=0.1, max_grad_norm=1.0)
+        for _ in range(3):
+            ours.zero_grad()
+            (net(torch.linspace(-1, 1, 32).reshape(4, 8)) ** 3).sum().backward()
+            ours.step()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters]
+
+    assert_close(trained(True), trained(False))
+
+
 class Tagged(Tensor):
     """A subclass without a dispatch of its own."""
 
@@ -286,6 +312,19 @@ def test_traced_functions(spec: OpSpec) -> None:
     assert_close(results(traced, others), results(op, others))
 
 
+@MODULES
+def test_symbolically_traced_modules(module: Module) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), module(8, out_dtype=BF16))
+    traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(net)))
+    assert [node.name for node in traced.graph.nodes if node.op == "call_function"]
+    leaves = [torch.randn(4, 8, requires_grad=True), *net.parameters()]
+    found = []
+    for each in (net, traced):
+        y = each(leaves[0])
+        found.append([y, *torch.autograd.grad(total([y]), [leaves[0], *each.parameters()])])
+    assert_same(*found)
+
+
 # ---------------------------------------------------------------- hooks and checkpoints
 
 
@@ -352,6 +391,15 @@ def test_selective_checkpoints(spec: OpSpec, backend: str) -> None:
     assert_same(
         [*(out.detach() for out in outputs), *torch.autograd.grad(total(outputs), leaves)], results(block, leaves)
     )
+
+
+@SPECS
+def test_saved_tensors_can_be_offloaded(spec: OpSpec, backend: str) -> None:
+    where = str(torch.get_default_device())
+    op, leaves = as_function(spec, small_case(spec)), make_leaves(spec, small_case(spec), where)
+    expected = results(op, leaves)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(results(op, leaves), expected)
 
 
 @MODULES
