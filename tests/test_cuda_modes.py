@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -149,6 +150,34 @@ def test_a_captured_training_step(cls: type[optim.Adam], make_scaler: type[torch
     assert {5, 12, 19, 26, 33, 40, 47, 54} <= set(skipped)
     steps = {float(captured.optimizer.state[p]["step"]) for p in captured.net.parameters()}
     assert steps == {60.0 - len(skipped)}
+
+
+@SPECS
+def test_compiled_into_cuda_graphs(spec: OpSpec, backend: str) -> None:
+    """mode="reduce-overhead" captures what Inductor makes of the ops, forward and backward apart."""
+    torch._dynamo.reset()
+    case = small_case(spec, shape=(64, 1024))
+    op = as_function(spec, case)
+    compiled = torch.compile(op, mode="reduce-overhead", fullgraph=True)
+    for seed in range(6):
+        leaves = make_leaves(spec, case, "cuda", seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [t.clone() for t in results(compiled, leaves)]
+        assert_close(found, results(op, leaves), rtol=1e-4, atol=1e-4)
+
+
+def test_graphed_callables(backend: str) -> None:
+    x = torch.randn(64, 256, device="cuda", requires_grad=True)
+    eager = Net().cuda()
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(eager), (x.detach().clone().requires_grad_(),))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(64, 256, device="cuda", requires_grad=True)
+        found = []
+        for net in (graphed, eager):
+            y = net(x)
+            found.append([y.detach().clone(), *torch.autograd.grad((y**3).sum(), [x, *net.parameters()])])
+        assert_same(*[[t.clone() for t in some] for some in found])
 
 
 # ---------------------------------------------------------------- streams and devices
