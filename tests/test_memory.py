@@ -106,7 +106,10 @@ def test_a_graph_frees_what_it_kept(spec: OpSpec, backend: str, device: str) -> 
         assert kept() is None
 
 
-def resident_bytes() -> int:
+def bytes_in_use(device: str) -> int:
+    """Return what the GPU's allocator was asked for and has not got back; on the CPU what the process occupies."""
+    if device != "cpu":
+        return requested("current")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -114,14 +117,12 @@ def resident_bytes() -> int:
 @SPECS
 @pytest.mark.parametrize("grad", [False, True])
 def test_ten_thousand_calls_do_not_grow(spec: OpSpec, grad: bool, backend: str, device: str) -> None:
-    if backend == "triton" and device == "cpu":
-        pytest.skip("interpreted kernels are too slow")
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("no /proc")
+    if device == "cpu" and (backend == "triton" or not Path("/proc/self/statm").exists()):
+        pytest.skip("interpreted kernels are too slow" if backend == "triton" else "no /proc")
     leaves = make_leaves(spec, small_case(spec), device)
     op = as_function(spec, small_case(spec))
 
-    def bytes_after(calls: int) -> tuple[int, int]:
+    def bytes_after(calls: int) -> int:
         for _ in range(calls):
             with torch.set_grad_enabled(grad):
                 outputs = op(*leaves)
@@ -129,13 +130,11 @@ def test_ten_thousand_calls_do_not_grow(spec: OpSpec, grad: bool, backend: str, 
                 torch.autograd.grad(outputs, leaves, outputs)
         del outputs
         gc.collect()
-        on_device = torch.cuda.memory_stats()["requested_bytes.all.current"] if device != "cpu" else 0
-        return resident_bytes(), on_device
+        return bytes_in_use(device)
 
     before = bytes_after(1000)
-    after = bytes_after(10_000)
-    assert after[0] - before[0] < 2**21, "two hundred bytes a call"
-    assert after[1] == before[1]
+    grown = bytes_after(10_000) - before
+    assert grown < (2**21 if device == "cpu" else 1), "on the CPU: two hundred bytes a call"
 
 
 # ---------------------------------------------------------------- the GPU's memory, by what was asked of the allocator
@@ -173,7 +172,7 @@ def test_forward_allocates_its_results_and_statistics(
 @pytest.mark.parametrize("dtypes", [(F32,), (BF16, F32)], ids=str)
 def test_peak_of_backward(spec: OpSpec, dtypes: tuple[torch.dtype, ...], backend: str, device: str) -> None:
     """The gradients, and of each parameter's at most eight fp32 rows of partial sums a multiprocessor."""
-    case = small_case(spec, *dtypes, shape=(16 * ROWS, HIDDEN))
+    case = small_case(spec, *dtypes, shape=(4 * ROWS, HIDDEN))
     leaves, op = make_leaves(spec, case, device), as_function(spec, case)
     for attempt in range(2):  # the first one loads kernels
         outputs = op(*leaves)
