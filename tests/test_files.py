@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -30,10 +29,8 @@ from fusedops import FallbackWarning, _build, _files, dispatch, dispatch_table, 
 from fusedops.bench import report
 from fusedops.dispatch_table import Row
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+resource = pytest.importorskip("resource", reason="no POSIX system")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 HOSTILE: list[Any] = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "../../x", [], [[]], {}, {"a": 1}]
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "fcntl.flock", "shutil.rmtree")
