@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedops")
     group.addoption("--full", action="store_true", help="every case of every op, not the quick selection")
     group.addoption("--require", default="", metavar="BACKENDS", help="comma-separated; absent ones fail, not skip")
+    group.addoption("--sanitize", action="store_true", help="also run compute-sanitizer: minutes on a GPU")
     group.addoption("--device", default=None, help="device of the parity tests: cpu, cuda (default: cuda if visible)")
 
 

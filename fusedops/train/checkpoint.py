@@ -210,7 +210,9 @@ def _check_alike(file: Path, what: str, found: Any, expected: Any) -> None:
     kind = next((kind for kind in kinds if isinstance(expected, kind)), (type(expected),))
     same = isinstance(found, kind) and isinstance(found, bool) == isinstance(expected, bool)
     if same and isinstance(expected, dict):
-        same = found.keys() == expected.keys()
+        if odd := sorted(found.keys() ^ expected.keys()):
+            told = f"{', '.join(odd)} on one side only"
+            raise CheckpointError(f"{file}: {what} is damaged or of another version of torch or fusedops: {told}")
     elif same and isinstance(expected, list | tuple):
         same = len(found) == len(expected)
     if not same:
