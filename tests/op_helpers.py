@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from fusedops import testing
 from fusedops.registry import OPS, Case, OpSpec
 
 SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+_RANDOM = [spec for spec in OPS.values() if "dropout_p" in inspect.signature(spec.function).parameters]
+RANDOM_SPECS = pytest.mark.parametrize("spec", _RANDOM, ids=[spec.name for spec in _RANDOM])
 Function = Callable[..., tuple[Tensor, ...]]
 
 

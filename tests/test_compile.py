@@ -7,7 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from op_helpers import SPECS, as_function, assert_close, assert_same, make_leaves, results, small_case, total
+from op_helpers import (
+    RANDOM_SPECS,
+    SPECS,
+    as_function,
+    assert_close,
+    assert_same,
+    make_leaves,
+    results,
+    small_case,
+    total,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -137,6 +147,21 @@ def test_compiled_checkpoint(spec: OpSpec, backend: str, device: str) -> None:
     leaves = make_leaves(spec, small_case(spec), device)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     compare(backend, results(compiled, leaves), results(function, leaves))
+
+
+@RANDOM_SPECS
+def test_compiled_dropout_is_eagers(spec: OpSpec, backend: str, device: str) -> None:
+    """Where no other random operation is in the graph; again at every call."""
+    case = small_case(spec, shape=(8, 64))
+    op = as_function(spec, case, dropout_p=0.5)
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (op, compiled):
+        torch.manual_seed(1)
+        found.append([results(function, make_leaves(spec, case, device)) for _ in range(3)])
+    for eager, other in zip(*found, strict=True):
+        compare(backend, other, eager)
+    assert not torch.equal(found[1][0][0], found[1][1][0])
 
 
 # ---------------------------------------------------------------- compiled autograd

@@ -8,7 +8,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from op_helpers import SPECS, Function, as_function, assert_close, assert_same, make_leaves, results, small_case, total
+from op_helpers import (
+    RANDOM_SPECS,
+    SPECS,
+    Function,
+    as_function,
+    assert_close,
+    assert_same,
+    make_leaves,
+    results,
+    small_case,
+    total,
+)
+from optim_helpers import build
 from torch import Tensor, nn
 
 import fusedops
@@ -77,6 +89,27 @@ def test_a_captured_op_is_the_eager_one(spec: OpSpec, backend: str) -> None:
             assert_same(captured, results(op, fresh))
 
 
+@RANDOM_SPECS
+def test_every_replay_drops_other_elements(spec: OpSpec, backend: str) -> None:
+    """As eager calls do: replay after replay the same masks as call after call, in forward and backward alike."""
+    case = small_case(spec, shape=(64, 1024))
+    op, leaves = as_function(spec, case, dropout_p=0.5), make_leaves(spec, case, "cuda")
+    with on(torch.cuda.Stream()):
+        results(op, leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(op, leaves)
+    torch.cuda.manual_seed(3)
+    replayed = []
+    for _ in range(4):
+        graph.replay()
+        replayed.append([t.clone() for t in captured])
+    torch.cuda.manual_seed(3)
+    for got in replayed:
+        assert_same(got, results(op, leaves))
+    assert not torch.equal(replayed[0][0], replayed[1][0])
+
+
 class Net(nn.Module):
     """Norms between element-wise layers: nothing whose bits depend on a library's mood."""
 
@@ -92,10 +125,17 @@ class Net(nn.Module):
 class Training:
     """A network in fp16 autocast with its optimizer and scaler; everything that changes is a tensor on the GPU."""
 
-    def __init__(self, cls: type[optim.Adam], make_scaler: Callable[..., torch.amp.GradScaler]) -> None:
-        self.net = Net().cuda()
+    def __init__(
+        self,
+        backend: str,
+        cls: type[optim.Adam],
+        make_scaler: Callable[..., torch.amp.GradScaler],
+        dtype: torch.dtype = F32,
+        **options: object,
+    ) -> None:
+        self.net = Net().to("cuda", dtype)
         self.lr = torch.tensor(1e-2, device="cuda")
-        self.optimizer = cls(self.net.parameters(), lr=self.lr, capturable=True)
+        self.optimizer = build(cls, self.net.parameters(), backend, lr=self.lr, capturable=True, **options)
         # Grows after two sound steps, so that the scale moves many times.
         self.scaler = make_scaler("cuda", init_scale=2.0**10, growth_interval=2)
         self.x, self.target = torch.zeros(64, 256, device="cuda"), torch.ones(64, 256, device="cuda")
@@ -113,12 +153,28 @@ class Training:
         return [*(p.detach() for p in self.net.parameters()), *states, self.scaler._scale, self.scaler._growth_tracker]
 
 
+VARIANTS = [
+    (F32, {}),
+    (F32, {"amsgrad": True, "max_grad_norm": 1.0}),
+    (BF16, {"master_weights": True}),
+    (BF16, {"kahan_sum": True}),
+    (BF16, {"bf16_stochastic_round": True, "max_grad_norm": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), VARIANTS, ids=str)
 @pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, fusedops.amp.GradScaler], ids=["torchs", "ours"])
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
-def test_a_captured_training_step(cls: type[optim.Adam], make_scaler: type[torch.amp.GradScaler], backend: str) -> None:
+def test_a_captured_training_step(
+    cls: type[optim.Adam],
+    make_scaler: type[torch.amp.GradScaler],
+    dtype: torch.dtype,
+    options: dict[str, object],
+    backend: str,
+) -> None:
     """Forward, backward, scaler and step in one graph: learning rate and scale change between replays, some steps are
     skipped, and every tensor stays bit for bit that of the eager run."""
-    captured, eager = Training(cls, make_scaler), Training(cls, make_scaler)
+    captured, eager = (Training(backend, cls, make_scaler, dtype, **options) for _ in range(2))
 
     def feed(step: int) -> None:
         x = torch.randn(64, 256, generator=torch.Generator().manual_seed(step)).cuda()
@@ -274,7 +330,7 @@ def test_an_op_never_waits_for_the_gpu(spec: OpSpec, dtypes: tuple[torch.dtype, 
 def test_a_training_step_never_waits_for_the_gpu(
     cls: type[optim.Adam], make_scaler: type[torch.amp.GradScaler], backend: str
 ) -> None:
-    training = Training(cls, make_scaler)
+    training = Training(backend, cls, make_scaler)
     for _ in range(2):
         training.step()
     with no_sync():

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import SPECS, as_function, assert_close, assert_same, make_leaves, results, small_case, total
+from op_helpers import (
+    RANDOM_SPECS,
+    SPECS,
+    as_function,
+    assert_close,
+    assert_same,
+    make_leaves,
+    results,
+    small_case,
+    total,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -370,6 +380,24 @@ def test_checkpoints(spec: OpSpec, reentrant: bool, autocast: bool, backend: str
         total(outputs).backward()
         found.append([*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)])
     assert_same(*found)
+
+
+@RANDOM_SPECS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_drop_the_same_elements_again(spec: OpSpec, reentrant: bool, backend: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    case, where = small_case(spec, shape=(8, 64)), str(torch.get_default_device())
+    op, found = as_function(spec, case, dropout_p=0.5), []
+    for function in (op, lambda *tensors: checkpoint(op, *tensors, use_reentrant=reentrant)):
+        torch.manual_seed(1)
+        leaves = make_leaves(spec, case, where)
+        outputs = function(*leaves)
+        total(outputs).backward()
+        found.append([*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)])
+    assert_same(*found)
+    torch.manual_seed(2)
+    assert not torch.equal(op(*make_leaves(spec, case, where))[0], found[0][0])
 
 
 @SPECS
