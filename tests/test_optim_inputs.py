@@ -148,6 +148,27 @@ def test_a_bad_gradient_in_the_second_plan(backend, device, need_backend):
     assert_unchanged(optimizer, before)
 
 
+@pytest.mark.parametrize(("backend", "device"), [place for place in PLACES if place.values[0] == "triton"])
+def test_a_kernel_that_does_not_compile_changes_nothing(backend, device, monkeypatch, need_backend):
+    need_backend(backend)
+    from fusedops.backends.triton import adam
+
+    optimizer = build(optim.AdamW, [ones(4, device=device)], backend)
+
+    def refuse(*args):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adam, "compile_ahead", refuse)
+        with pytest.raises(RuntimeError, match="injected"):
+            optimizer.step()
+    p = optimizer.param_groups[0]["params"][0]
+    assert float(optimizer.state[p]["step"]) == 0
+    assert torch.equal(p.detach(), torch.ones_like(p))
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 1
+
+
 def test_a_plan_that_can_not_be_made_leaves_no_state(monkeypatch):
     optimizer = optim.AdamW([ones(4)])
     monkeypatch.setattr(optim.AdamW, "make_plan", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))

@@ -57,10 +57,11 @@ def test_philox_gives_its_authors_numbers(counter, key, out):
 
 def exact(device: str, seed: int, backend: str, state_dtype: torch.dtype | None) -> tuple[optim.Adam, list]:
     """An optimizer whose every fp32 weight is exact in any backend: p - lr, as |m| / √v is one."""
-    shapes = [(5, 3), (), (0,), (1,), (20_011,), (3, 4, 2, 5), (64,)]
+    shapes = [(5, 3), (), (0,), (1,), (20_011,), (3, 4, 2, 5), (64,), (20, 11)]
     params = [torch.nn.Parameter(torch.randn(shape).to(device, BF16)) for shape in shapes]
     params[5].data = params[5].data.to(memory_format=torch.channels_last)
     params[6].data = torch.randn(67, device=device).to(BF16)[3:]  # misaligned
+    params[7].data = torch.randn(20, 20, device=device).to(BF16)[:, 3:14]  # with gaps: counted row by row
     params[3].requires_grad_(False)
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.0371}]
     options = {"lr": 0.00123, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
@@ -86,7 +87,7 @@ def test_the_same_bits_in_every_backend(seed, state_dtype, backend, device, need
                 continue
             lr = torch.tensor(0.00123 if index < 2 else 0.0371, device=device)  # rounds to fp32
             value = old.float() - lr * p.grad.float()
-            order = torch.arange(p.numel()).as_strided(p.shape, p.stride())  # elements count as they lie in memory
+            order = torch.arange(p.numel()).as_strided(p.shape, torch.empty_like(p).stride())  # as they lie in memory
             bits = expected_bits(p.numel(), index, step, seed)[order].to(device)
             assert torch.equal(p.detach(), round_away(value, bits)), (step, index)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ..memory import laid_out, lies_like, memory_layout
 from . import adam_kernels as kernels
-from .launch import ceil_div, launch
+from .launch import Launch, ceil_div, compile_ahead, launch
 from .tables import CHUNK, Chunks, address, capturing, current_stream, make_chunks, upload
 
 _TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -103,6 +103,7 @@ class AdamPlan:
         self._group = group
         self._index = index
         self._prepared: _Prepared | None = None
+        self._compiled: list[tuple[Mix, Chunks]] | None = None  # launches whose kernels are known to compile
         self._cache = _Cache(self._device)
         self._bind()
 
@@ -193,7 +194,12 @@ class AdamPlan:
             for member, grad, group in zip(self._members, laid, self._group, strict=True)
         )
         launches: list[tuple[Mix, Chunks]] = self._cache.get("launches", mixes, self._make_launches)
-        self._prepared = _Prepared((laid, lr, beta1, beta2), prologue, launches, tables, grad_table, scalars, dither)
+        step = _Prepared((laid, lr, beta1, beta2), prologue, launches, tables, grad_table, scalars, dither)
+        if launches is not self._compiled:
+            for mix, chunks in launches:
+                self._update(compile_ahead, mix, chunks, step)
+            self._compiled = launches
+        self._prepared = step
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -206,7 +212,7 @@ class AdamPlan:
             kernels.adam_prologue_kernel, grid, self._device, step.prologue, {"BLOCK": PROLOGUE.block}, PROLOGUE.warps
         )
         for mix, chunks in step.launches:
-            self._update(mix, chunks, step)
+            self._update(launch, mix, chunks, step)
         for tensor, buffer in self._staged:
             tensor.copy_(buffer)
 
@@ -263,7 +269,7 @@ class AdamPlan:
             grad_scale, found_inf, grad_norm, float(max_grad_norm), len(lr), len(self._given),
         )  # fmt: skip
 
-    def _update(self, mix: Mix, chunks: Chunks, step: _Prepared) -> None:
+    def _update(self, run: Launch, mix: Mix, chunks: Chunks, step: _Prepared) -> None:
         grad, param, exp_avg, exp_avg_sq, maximum, rounding = mix
         meta = {
             "GRAD": _TL[grad], "PARAM": _TL[param], "EXP_AVG": _TL[exp_avg], "EXP_AVG_SQ": _TL[exp_avg_sq],
@@ -274,7 +280,7 @@ class AdamPlan:
             chunks.owner, chunks.first, step.tables.numel, step.tables.addresses, step.grads, step.scalars,
             step.dither, len(self._given),
         )  # fmt: skip
-        launch(kernels.adam_kernel, (chunks.programs,), self._device, args, meta, UPDATE.warps)
+        run(kernels.adam_kernel, (chunks.programs,), self._device, args, meta, UPDATE.warps)
 
 
 class _Prepared(NamedTuple):

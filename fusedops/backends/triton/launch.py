@@ -54,6 +54,15 @@ def launch(
         kernel[grid](*args, **meta, num_warps=warps, enable_fp_fusion=True)
 
 
+def compile_ahead(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
+) -> None:
+    """Compile what `launch` runs with the same arguments, so that a failure comes before anything is written."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else _HERE:
+        kernel.warmup(*args, grid=grid, **meta, num_warps=warps, enable_fp_fusion=True)
+
+
 def launch_traced(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
 ) -> None:
