@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedops
+from fusedops.ops import _common
 from fusedops.registry import OpSpec
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -160,6 +162,16 @@ def test_nested_tensors(spec: OpSpec, layout: torch.layout, out_dtype: torch.dty
     wanted = [*(some[i] for some in each for i in nested), *parameters]
     found = [torch.autograd.grad(total(some), wanted) for some in (parts, expected)]
     assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@SPECS
+def test_nested_tensors_where_all_is_plain_torch(spec: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_common, "CONFIG", replace(_common.CONFIG, disabled=True))
+    leaves = [leaf.detach() for leaf in make_leaves(spec, small_case(spec))]
+    nested = [torch.nested.as_nested_tensor([leaf]) if leaf.dim() > 1 else leaf for leaf in leaves]
+    result = spec.function(**dict(zip(spec.grads, nested, strict=True)), normalized_shape=16)
+    first = result[0] if isinstance(result, tuple) else result
+    torch.testing.assert_close(first.unbind()[0], as_function(spec, small_case(spec))(*leaves)[0])
 
 
 @SPECS

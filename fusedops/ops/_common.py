@@ -78,6 +78,8 @@ def choose(
         key = _choose_compiling(op, device.type, device.index, types, dtypes, dispatch.forced_backend(op, backend))
         found: Choice = getattr(_traced, key)
         return found
+    if type(input) is Tensor and input.is_nested:
+        return _by_component(op, (input, *others), shape, out_dtype)
     if (
         CONFIG.disabled
         or _are_transforms_active()
@@ -86,8 +88,6 @@ def choose(
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
         return _plain(op)
-    if input.is_nested:
-        return _by_component(op, (input, *others), shape, out_dtype)
     key = (op, backend, out_dtype, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
