@@ -151,6 +151,34 @@ def test_steps_on_two_streams_in_turn(backend):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_what_a_kernel_refuses_names_the_optimizer(max_grad_norm):
+    if reason := fusedops.backends("cpu")["native"]:
+        pytest.skip(reason)
+
+    def free(tensor):
+        tensor.untyped_storage().resize_(0)
+
+    spoilers = {
+        "params": lambda p, optimizer: free(p),
+        "grads": lambda p, optimizer: free(p.grad),
+        "exp_avg_sq": lambda p, optimizer: free(optimizer.state[p]["exp_avg_sq"]),
+        "found_inf": lambda p, optimizer: setattr(optimizer, "found_inf", torch.zeros(2)),
+    }
+    for cls in (optim.Adam, optim.AdamW):
+        for argument, spoil in spoilers.items():
+            p = ones(4)
+            optimizer = cls([p], backend="native", max_grad_norm=max_grad_norm)
+            optimizer.step()
+            spoil(p, optimizer)
+            with pytest.raises(ValueError, match=rf"^{cls.__name__}: {argument}(\[0\])?: expected .*, got"):
+                optimizer.step()
+    p = ones(4)
+    free(p.grad)
+    with pytest.raises(ValueError, match=r"^clip_grad_norm_: grads: expected .*, got"):
+        fusedops.clip_grad_norm_([p], 1.0)
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
 def test_a_compiled_training_step(cls, backend):

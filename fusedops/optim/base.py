@@ -252,16 +252,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
         self.grad_norm = norm = limit = None
-        if self.max_grad_norm is not None or self._fill_found_inf:
-            self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
-        if self.max_grad_norm is not None and self.grad_norm is not None:
-            norm, limit = self.grad_norm, self.max_grad_norm
         arguments = self.arguments()
         self._warn_captured_rates(buckets, arguments[0])
-        for bucket in buckets:
-            device = bucket.device
-            here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
-            bucket.plan.prepare(*([_number(x, device) for x in column] for column in arguments), *here, limit)
+        try:
+            if self.max_grad_norm is not None or self._fill_found_inf:
+                self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
+            if self.max_grad_norm is not None and self.grad_norm is not None:
+                norm, limit = self.grad_norm, self.max_grad_norm
+            for bucket in buckets:
+                device = bucket.device
+                here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
+                bucket.plan.prepare(*([_number(x, device) for x in column] for column in arguments), *here, limit)
+        except ValueError as error:  # a backend knows the argument's name, not the optimizer's
+            raise ValueError(f"{type(self).__name__}: {error}") from error
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
@@ -342,7 +345,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 bucket.states.append(state)
         for (_, plain), bucket in buckets.items():
             bucket.backend = self._choose_backend(bucket, plain)
-            bucket.plan = self.make_plan(bucket)
+            try:
+                bucket.plan = self.make_plan(bucket)
+            except ValueError as error:
+                raise ValueError(f"{owner}: {error}") from error
         self.state.update(made)
         planned = [state for bucket in buckets.values() for state in bucket.states]
         self._seen = _Seen(

@@ -58,7 +58,10 @@ def clip_grad_norm_(
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
     chosen = {device: _backend(gs) for device, gs in by_device.items()}
-    norm = combine_norms([chosen[device].grad_norm(gs, None, None) for device, gs in by_device.items()])
+    try:
+        norm = combine_norms([chosen[device].grad_norm(gs, None, None) for device, gs in by_device.items()])
+    except ValueError as error:
+        raise ValueError(f"clip_grad_norm_: {error}") from error
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
