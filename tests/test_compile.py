@@ -72,6 +72,8 @@ def test_compiled_equals_eager(
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic)
     counts = []
     for shape in ((4, 16), (5, 24), (7, 40)):
+        if backend == "triton":  # a width is compiled into its kernels
+            shape = (shape[0], 16)
         leaves = make_leaves(spec, small_case(spec, *dtypes, shape=shape), device)
         compare(backend, results(compiled, leaves), results(function, leaves), backend != "native" and BF16 in dtypes)
         counts.append(counter.frame_count)
@@ -299,10 +301,10 @@ def test_opcheck(name: str, backend: str, device: str) -> None:
         torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves)
 
 
-def test_two_ops_first_seen_in_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ops_first_seen_in_one_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a fresh process: neither op has been compiled before."""
     monkeypatch.setattr(_common, "_traced", _common._Traced())
-    x, w = torch.randn(4, 16), torch.rand(16)
+    x, w = torch.randn(4, 16, device=device), torch.rand(16, device=device)
 
     def function(x: Tensor) -> Tensor:
         return fusedops.rms_norm(fusedops.layer_norm(x, 16, w), 16, w, backend="reference")

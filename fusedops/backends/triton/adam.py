@@ -234,6 +234,9 @@ class AdamPlan:
                 members.setdefault(mix, []).append(i)
         return [(mix, make_chunks(self._numels, chosen, self._device)) for mix, chosen in members.items()]
 
+    def _upload_doubles(self, values: Sequence[Any]) -> Tensor:
+        return self._upload(torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.int64))
+
     def _upload(self, values: Any) -> Tensor:
         return upload(values, self._device)
 
@@ -261,9 +264,7 @@ class AdamPlan:
         number_table = self._cache.get("numbers", tuple(places), self._upload)
         *plain, maximize = others
         hyper = (*rows, *(tuple(map(float, row)) for row in plain), tuple(-1.0 if m else 1.0 for m in maximize))
-        hyper_table = self._cache.get(
-            "hyper", hyper, lambda values: self._upload(torch.tensor(values, dtype=torch.float64).view(torch.int64))
-        )
+        hyper_table = self._cache.get("hyper", hyper, self._upload_doubles)
         return (
             hyper_table.view(torch.float64), number_table, tables.group, tables.steps, grad_table, scalars,
             grad_scale, found_inf, grad_norm, float(max_grad_norm), len(lr), len(self._given),

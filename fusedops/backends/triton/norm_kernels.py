@@ -50,7 +50,7 @@ def _load_param(ptr, cols, hidden, default, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_weight(ptr, cols, hidden, weight_offset, MASKED: tl.constexpr):
-    return _load_param(ptr, cols, hidden, 1.0, MASKED) + weight_offset
+    return _load_param(ptr, cols, hidden, 1.0, MASKED) + tl.cast(weight_offset, tl.float32)
 
 
 @triton.jit
@@ -61,11 +61,22 @@ def _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, wei
 
 
 @triton.jit
-def _sum_squares(x, mean, cols, hidden, MASKED: tl.constexpr):
-    centered = x - mean[:, None]
+def _row_sums(g, xhat, CENTER: tl.constexpr):
+    """Σ g (zero for RMSNorm) and Σ g·x̂ of each row, both in one exchange between the warps."""
+    if CENTER:
+        return tl.split(tl.sum(tl.join(g, g * xhat), axis=1))
+    else:
+        total = tl.sum(g * xhat, axis=1)
+        return tl.zeros_like(total), total
+
+
+@triton.jit
+def _deviations(x, mean, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexpr):
+    """Sums of x - mean (zero for RMSNorm) and of its squares."""
+    deviation = x - mean[:, None]
     if MASKED:
-        centered = tl.where((cols < hidden)[None, :], centered, 0.0)
-    return tl.sum(centered * centered, axis=1)
+        deviation = tl.where((cols < hidden)[None, :], deviation, 0.0)
+    return _row_sums(deviation, deviation, CENTER)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -105,11 +116,18 @@ def norm_fwd_kernel(
         if TAIL > 0:
             mean += tl.sum(tail, axis=1)
         mean = mean / hidden
-        tl.store(mean_ptr + row, mean, mask=live)
-    squares = _sum_squares(x, mean, cols, hidden, MASK_MAIN)
+    rest, squares = _deviations(x, mean, cols, hidden, CENTER, MASK_MAIN)
     if TAIL > 0:
-        squares += _sum_squares(tail, mean, tail_cols, hidden, MASKED)
-    rstd = 1.0 / tl.sqrt_rn(squares / hidden + eps)
+        tail_rest, tail_squares = _deviations(tail, mean, tail_cols, hidden, CENTER, MASKED)
+        rest += tail_rest
+        squares += tail_squares
+    variance = squares / hidden
+    if CENTER:  # the mean of what is left is what the mean was off by: in rows of tiny spread it counts
+        rest = rest / hidden
+        variance = tl.maximum(variance - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        mean += rest
+        tl.store(mean_ptr + row, mean, mask=live)
+    rstd = 1.0 / tl.sqrt_rn(variance + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
     tl.store(rstd_ptr + row, rstd, mask=live)
 
     _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASK_MAIN)
@@ -161,7 +179,7 @@ def norm_fwd_wide_kernel(
         mean = tl.sum(lane_mean * count, axis=0) / hidden
         lane_squares += count * (lane_mean - mean) * (lane_mean - mean)
         tl.store(mean_ptr + row, mean)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(lane_squares, axis=0) / hidden + eps)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(lane_squares, axis=0) / hidden + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)
 
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
@@ -170,16 +188,6 @@ def norm_fwd_wide_kernel(
         y = (x - mean) * rstd * _load_weight(w_ptr, cols, hidden, weight_offset, True)
         y += _load_param(b_ptr, cols, hidden, 0.0, True)
         tl.store(y_ptr + row * hidden + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=(cols < hidden)[None, :])
-
-
-@triton.jit
-def _row_sums(g, xhat, CENTER: tl.constexpr):
-    """Σ g (zero for RMSNorm) and Σ g·x̂ of each row, both in one exchange between the warps."""
-    if CENTER:
-        return tl.split(tl.sum(tl.join(g, g * xhat), axis=1))
-    else:
-        total = tl.sum(g * xhat, axis=1)
-        return tl.zeros_like(total), total
 
 
 @triton.jit
@@ -311,9 +319,9 @@ def norm_bwd_wide_means_kernel(
         xhat = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
         if w_ptr is not None:
-            g *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + weight_offset
+            g *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + tl.cast(weight_offset, tl.float32)
         else:
-            g *= 1.0 + weight_offset
+            g *= 1.0 + tl.cast(weight_offset, tl.float32)
         if CENTER:
             xhat -= tl.load(mean_ptr + row)
             sum_g += g

@@ -36,7 +36,7 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     The pinned staging buffer belongs to torch's host allocator, which reuses it only once the copy is done. While a
     graph is captured there is none: values travel as kernel arguments, so that replays write them again.
     """
-    host = torch.as_tensor(values, dtype=torch.int64)
+    host = torch.as_tensor(values, dtype=torch.int64, device="cpu")  # whatever the default device is
     if device.type != "cuda":
         return host
     if not capturing(device):
