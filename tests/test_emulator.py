@@ -24,16 +24,16 @@ EMULATOR = ROOT / "tests" / "emulator"
 COMPILER = os.environ.get("CXX", "g++")
 
 PROGRAMS: dict[str, list[str]] = {
-    "test_emulator": [],
+    "test_emulator": ["tests/emulator/planted.cu"],
     "test_norm": ["csrc/cuda/norm_fwd.cu", "csrc/cuda/norm_bwd.cu"],
     "test_adam": ["csrc/cuda/multi_tensor.cu", "csrc/cuda/adam.cu", "csrc/cuda/grad_norm.cu"],
 }
 """Test program of tests/emulator/ -> the .cu files it is linked with."""
 
 PLANTS: dict[str, tuple[str, ...]] = {
-    "half_barrier": ("half_barrier_kernel, block 1,0", "16 wait at __syncthreads at test_emulator.cpp:", "16 have"),
+    "half_barrier": ("half_barrier_kernel, block 1,0", "16 wait at __syncthreads at planted.cu:", "16 have"),
     "two_barriers": ("two_barriers_kernel, block 0,0", "meets __syncthreads at", "wait at __syncthreads at"),
-    "short_group": ("short_group_kernel, block 0,0", "24 wait at barrier 3 at test_emulator.cpp:", "8 have returned"),
+    "short_group": ("short_group_kernel, block 0,0", "24 wait at barrier 3 at planted.cu:", "8 have returned"),
     "dynamic_overrun": ("heap-buffer-overflow", "WRITE of size 4", "dynamic_overrun_kernel"),
     "static_overrun": ("global-buffer-overflow", "READ of size 4", "static_overrun_kernel<float>"),
     "helper_overrun": ("global-buffer-overflow", "READ of size 8", "helper_overrun_kernel"),
@@ -42,7 +42,7 @@ PLANTS: dict[str, tuple[str, ...]] = {
     "misaligned": ("store to misaligned address", "requires 16 byte alignment"),
     "misaligned_copy": ("misaligned_copy_kernel, block 0,0, thread 0", "a copy of 16 bytes is not aligned"),
 }
-"""Fault that test_emulator.cpp plants -> what its report has to say."""
+"""Fault of planted.cu that ends the process -> what its report has to say."""
 
 LEAST_LINES = 0.97  # of the kernels' lines; what is missing is listed
 SANITIZERS = [

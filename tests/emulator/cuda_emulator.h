@@ -3,8 +3,8 @@
 // The threads of a block are fibers, run in turn until each meets a barrier; blocks run one after the other. Barriers,
 // shuffles and asynchronous copies do what CUDA documents, and what CUDA leaves undefined is an error here: a barrier
 // that not all of its threads reach, or that they reach in two places, a shuffle whose source does not take part, a
-// misaligned copy, more shared memory than the device has. A copy lands only when it is waited for; dynamic shared
-// memory starts as NaN. Kernels take one struct.
+// misaligned copy, more shared memory than the device has. A copy lands only when it is waited for; shared memory
+// starts as NaN, static one at each launch. Kernels take one struct.
 //
 // AddressSanitizer sees what leaves an array, shared or not. It guards a `__shared__` array, a static variable here,
 // only where that has internal linkage; hence kernels, and __forceinline__ functions, which may have such arrays too,
@@ -16,6 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <sanitizer/asan_interface.h>
 #include <ucontext.h>
 
@@ -135,6 +136,16 @@ inline std::string where() {
   std::abort();  // exceptions do not cross fibers
 }
 
+// Memory of the `__shared__` arrays of the .cu files, made known below.
+struct Memory {
+  void* begin;
+  size_t size;
+};
+inline std::vector<Memory>& static_smem() {
+  static std::vector<Memory> all;
+  return all;
+}
+
 // What is wrong with a whole block is thrown from launch(), so that a test can expect it.
 struct Deadlock : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -213,6 +224,7 @@ inline void run_grid(const void* function, dim3 grid, dim3 size, size_t smem, co
   ++launches;
   kernel = function;
   body = &f;
+  for (const Memory& memory : static_smem()) memset(memory.begin, 0xff, memory.size);
   gridDim = grid;
   blockDim = size;
   for (unsigned z = 0; z < grid.z; ++z) {
@@ -263,6 +275,30 @@ bool is_aligned(const T* p, size_t bytes) {
 }
 
 }  // namespace emulator
+
+// AddressSanitizer's runtime is told of every static variable, with its name and source, as a program starts; this
+// stands before it and keeps those that kernels share. In a .cu file no other variable may start as zero.
+extern "C" char __bss_start, _end;
+extern "C" __attribute__((weak, used, no_sanitize("address", "undefined"))) void __asan_register_globals(void* list,
+                                                                                                         long count) {
+  struct Global {
+    char* begin;
+    size_t size, size_with_redzone;
+    const char *name, *source;
+    uintptr_t rest[3];
+  };
+  static const auto register_globals = reinterpret_cast<void (*)(void*, long)>(dlsym(RTLD_NEXT, __func__));
+  register_globals(list, count);
+  for (long i = 0; i < count; ++i) {
+    const Global& global = static_cast<const Global*>(list)[i];
+    const char* suffix = strrchr(global.source, '.');
+    const bool zero = global.begin >= &__bss_start && global.begin < &_end,
+               coverage = strncmp(global.name, "__", 2) == 0;
+    if (zero && !coverage && suffix && strcmp(suffix, ".cu") == 0) {
+      emulator::static_smem().push_back({global.begin, global.size});
+    }
+  }
+}
 
 // ---- built-ins ------------------------------------------------------------------------------------------------------
 

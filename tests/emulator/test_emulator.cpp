@@ -2,10 +2,11 @@
 // fault as its argument it runs that one, which has to end the process.
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <memory>
+#include <string>
 
 #include "cuda/reduce.cuh"
+#include "planted.h"
 
 namespace {
 
@@ -17,10 +18,7 @@ void expect(bool ok, const char* what) {
   ++failures;
 }
 
-struct Params {
-  float* out;
-  int beyond = 0;
-};
+using Params = PlantParams;
 
 void shuffle_down_kernel(Params p) { p.out[threadIdx.x] = __shfl_down_sync(0xffffffffu, float(threadIdx.x), 8); }
 
@@ -43,66 +41,6 @@ void late_copy_kernel(Params p) {
   p.out[2] = *shared;
 }
 
-void write_a_half_kernel(Params p) {
-  if (threadIdx.x < 16) p.out[threadIdx.x] = 1;
-}
-
-void accumulate_kernel(Params p) { p.out[threadIdx.x] += 1; }
-
-void read_dynamic_kernel(Params p) { p.out[threadIdx.x] = fusedops::cuda::dynamic_smem()[0] == 0xff ? NAN : 1; }
-
-// ---- planted faults: what they index with is not known when compiling
-
-__global__ void half_barrier_kernel(Params p) {
-  if (threadIdx.x < 16 && blockIdx.x == 1) __syncthreads();
-}
-
-__global__ void two_barriers_kernel(Params p) {
-  if (threadIdx.x < 16) {
-    __syncthreads();
-  } else {
-    __syncthreads();
-  }
-}
-
-__global__ void short_group_kernel(Params p) {
-  if (threadIdx.x >= 8) fusedops::cuda::sync_group(3, 32);
-}
-
-__global__ void dynamic_overrun_kernel(Params p) {
-  reinterpret_cast<float*>(fusedops::cuda::dynamic_smem())[threadIdx.x + p.beyond] = 1;
-}
-
-template <class T>
-__global__ void static_overrun_kernel(Params p) {
-  __shared__ T sums[32];
-  T* at = sums;
-  p.out[threadIdx.x] = at[threadIdx.x + p.beyond];
-}
-
-template <class T>
-__device__ __forceinline__ T shared_helper(int at) {
-  __shared__ T sums[32];
-  T* p = sums;
-  return p[at];
-}
-__global__ void helper_overrun_kernel(Params p) { p.out[threadIdx.x] = shared_helper<double>(threadIdx.x + p.beyond); }
-
-__global__ void local_overrun_kernel(Params p) {
-  float mine[4] = {};
-  __syncthreads();
-  float* at = mine;
-  p.out[threadIdx.x] = at[3 + p.beyond];
-}
-
-__global__ void output_overrun_kernel(Params p) { p.out[threadIdx.x + p.beyond] = 1; }
-
-__global__ void misaligned_kernel(Params p) { *reinterpret_cast<float4*>(p.out + p.beyond) = float4{}; }
-
-__global__ void misaligned_copy_kernel(Params p) {
-  fusedops::cuda::start_copy<16>(fusedops::cuda::dynamic_smem(), p.out + p.beyond);
-}
-
 template <class Kernel>
 cudaError_t launch(Kernel kernel, unsigned threads, const Params& params, size_t smem = 0, unsigned blocks = 1) {
   cudaLaunchConfig_t config{};
@@ -112,28 +50,13 @@ cudaError_t launch(Kernel kernel, unsigned threads, const Params& params, size_t
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-struct Plant {
-  const char* name;
-  void (*kernel)(Params);
-};
-constexpr Plant kPlants[] = {
-    {"half_barrier", half_barrier_kernel},
-    {"two_barriers", two_barriers_kernel},
-    {"short_group", short_group_kernel},
-    {"dynamic_overrun", dynamic_overrun_kernel},
-    {"static_overrun", static_overrun_kernel<float>},
-    {"helper_overrun", helper_overrun_kernel},
-    {"local_overrun", local_overrun_kernel},
-    {"output_overrun", output_overrun_kernel},
-    {"misaligned", misaligned_kernel},
-    {"misaligned_copy", misaligned_copy_kernel},
-};
+cudaError_t launch_planted(const char* name, float* out, unsigned blocks = 1) {
+  return launch(planted_kernel(name), 32, {out, /*beyond=*/1}, 32 * sizeof(float), blocks);
+}
 
 int run_plant(const char* name) {
   const std::unique_ptr<float[]> out(new float[32]);
-  for (const Plant& plant : kPlants) {
-    if (strcmp(plant.name, name) == 0) launch(plant.kernel, 32, {out.get(), 1}, 32 * sizeof(float), /*blocks=*/2);
-  }
+  launch_planted(name, out.get(), /*blocks=*/2);
   printf("%s was not caught\n", name);
   return 0;
 }
@@ -154,30 +77,28 @@ void check_what_it_computes() {
 
 void check_what_nobody_wrote() {
   float out[32];
-  const auto poison = [&] { memset(out, 0xff, sizeof out); };
-  poison();
-  launch(write_a_half_kernel, 32, {out});
-  expect(out[15] == 1 && std::isnan(out[16]), "what a kernel leaves out stays NaN");
-  poison();
-  launch(accumulate_kernel, 32, {out});
-  expect(std::isnan(out[0]), "an output that is read before it is written is NaN");
-  launch(read_dynamic_kernel, 32, {out}, 16);
-  expect(std::isnan(out[0]), "shared memory starts as NaN");
+  for (const char* name : {"half_output", "accumulate", "unwritten_shared", "unwritten_dynamic"}) {
+    for (int again = 0; again < 2; ++again) {
+      memset(out, 0xff, sizeof out);
+      launch_planted(name, out);
+      expect(std::isnan(out[31]), name);
+    }
+  }
 }
 
 void check_what_it_refuses() {
   float out[32] = {};
   std::string said;
   try {
-    launch(half_barrier_kernel, 32, {out}, 0, /*blocks=*/2);
+    launch_planted("half_barrier", out, /*blocks=*/2);
   } catch (const emulator::Deadlock& error) {
     said = error.what();
   }
   expect(said.find("half_barrier_kernel") != said.npos && said.find("block 1,0") != said.npos &&
-             said.find("16 wait at __syncthreads at test_emulator.cpp:") != said.npos,
+             said.find("16 wait at __syncthreads at planted.cu:") != said.npos,
          "a barrier that not all threads reach is reported with kernel, block and barrier");
-  expect(launch(half_barrier_kernel, 2048, {out}) != cudaSuccess, "2,048 threads a block are refused");
-  expect(launch(half_barrier_kernel, 32, {out}, 1 << 20) != cudaSuccess, "1 MiB of shared memory is refused");
+  expect(launch(shuffle_down_kernel, 2048, {out}) != cudaSuccess, "2,048 threads a block are refused");
+  expect(launch(shuffle_down_kernel, 32, {out}, 1 << 20) != cudaSuccess, "1 MiB of shared memory is refused");
 }
 
 }  // namespace
