@@ -44,6 +44,7 @@ PLANTS: dict[str, tuple[str, ...]] = {
 }
 """Fault of planted.cu that ends the process -> what its report has to say."""
 
+pytestmark = pytest.mark.timeout(900)  # the first test compiles: a minute on two cores of one's own
 LEAST_LINES = 0.97  # of the kernels' lines; what is missing is listed
 SANITIZERS = [
     "-fsanitize=address,undefined",
