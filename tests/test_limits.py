@@ -1,0 +1,252 @@
+"""Where numbers end: widths, elements beyond 32 bits, strides, many rows, and values that arithmetic can't hold.
+
+Every op and optimizer of the registry. What needs tens of GiB runs on a large GPU, its small image everywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from optim_helpers import build
+from torch import Tensor
+
+import fusedops
+from fusedops import testing
+from fusedops.registry import OPS, OPTIMS, VALUES, Case, OpSpec, OptimSpec, Sample
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+GIB = torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0
+every_op = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+every_optimizer = pytest.mark.parametrize("spec", OPTIMS.values(), ids=OPTIMS)
+
+
+def needs(gib: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(gib > GIB, reason=f"needs a GPU of {gib} GiB")
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def skip_slow(backend: str, device: str, large: bool = False) -> None:
+    if backend == "triton" and device == "cpu":
+        pytest.skip("the interpreter takes milliseconds for each program")
+    if backend == "reference" and large:
+        pytest.skip("plain PyTorch keeps several fp32 copies")
+
+
+def mixed(spec: OpSpec, input: torch.dtype = BF16, others: torch.dtype = F32) -> dict[str, torch.dtype]:
+    return {name: input if name == "input" else others for name in spec.grads}
+
+
+def assert_sound(spec: OpSpec, case: Case, backend: str, device: str) -> None:
+    if reason := testing.refused(spec, case, backend, device):
+        pytest.skip(f"{backend}: {reason}")
+    outcome = testing.check(spec, case, backend, device)
+    assert outcome.passed, str(outcome)
+
+
+# ---------------------------------------------------------------- sizes
+
+WIDTHS = (1, 2, 31, 33, 127, 257, 1000, 2049, 4095, 8193, 16385, 32769, 65536, 131073, 2**20 - 1, 2**20)
+
+
+@every_op
+@pytest.mark.parametrize("width", WIDTHS)
+def test_width(spec: OpSpec, width: int, backend: str, device: str) -> None:
+    assert_sound(spec, Case((3, width), 1, mixed(spec)), backend, device)
+
+
+@every_op
+@pytest.mark.parametrize("shape", [(65535, 2, 4), (65536, 2, 4), (65537, 3), (131073, 1, 5), (300, 300, 2, 2)], ids=str)
+def test_more_rows_than_a_grid_axis_holds(spec: OpSpec, shape: tuple[int, ...], backend: str, device: str) -> None:
+    skip_slow(backend, device)
+    assert_sound(spec, Case(shape, max(1, len(shape) - 1 - (shape[0] == 300)), mixed(spec)), backend, device)
+
+
+def boundaries(count: int, unit: int = 1) -> list[int]:
+    """Return places in units of so many elements: both ends, and around element 2^31 and 2^32."""
+    near = [0, 1, *(2**power // unit + i for power in (31, 32) for i in (-1, 0, 1)), count - 2, count - 1]
+    return sorted({place for place in near if 0 <= place < count})
+
+
+@every_op
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        pytest.param(70_001, 24, id="small"),
+        pytest.param(2**20 + 3, 4096, id="2^32 elements", marks=needs(100)),
+        pytest.param(2**28 + 5, 16, id="2^28 rows", marks=needs(100)),
+    ],
+)
+def test_more_elements_than_32_bits_count(spec: OpSpec, rows: int, width: int, backend: str, device: str) -> None:
+    """Rows of zeros but for a few, which have to be what they are among themselves, and so have their sums."""
+    skip_slow(backend, device, large=rows * width >= 2**31)
+    places = boundaries(rows, width)
+    case = Case((len(places), width), 1, mixed(spec))
+    sample = testing.make_sample(spec, case, device)
+
+    def among_zeros(few: Tensor) -> Tensor:
+        many = few.new_zeros(rows, *few.shape[1:])
+        for place, row in zip(places, few.detach(), strict=True):
+            many[place].copy_(row)
+        return many
+
+    def grad(output: Tensor) -> Tensor:
+        return among_zeros(given(output))
+
+    def given(output: Tensor) -> Tensor:
+        return testing.make_grad(case, output[: len(places)])
+
+    large = dict(sample.kwargs)
+    for name in sample.grads:
+        if testing.shape_of(spec, case, name) == case.shape:
+            large[name] = among_zeros(large[name]).requires_grad_()
+    found = testing.run(partial(spec.function, backend=backend), Sample(large, sample.grads), grad)
+    few = {
+        name: torch.stack([value[place] for place in places]) if value.shape == (rows, width) else value
+        for name, value in found.items()
+    }
+    outcome = testing.judge(spec, case, sample, given(few["output"]), few, backend=backend)
+    assert outcome.passed, str(outcome)
+
+
+@every_op
+def test_rows_further_apart_than_32_bits_count(spec: OpSpec, backend: str, device: str) -> None:
+    """Input and gradient as two rows 2^31 elements apart; on a CPU the pages between are never touched."""
+    case = Case((2, 64), 1, mixed(spec))
+    sample = testing.make_sample(spec, case, device)
+
+    def apart(t: Tensor) -> Tensor:
+        far = torch.empty(2**31 + 64, dtype=t.dtype, device=device).as_strided((2, 64), (2**31, 1))
+        return far.copy_(t.detach())
+
+    def run(change: Any) -> dict[str, Tensor]:
+        kwargs = dict(sample.kwargs)
+        for name in sample.grads:
+            if testing.shape_of(spec, case, name) == case.shape:
+                kwargs[name] = change(kwargs[name]).requires_grad_()
+        return testing.run(
+            partial(spec.function, backend=backend),
+            Sample(kwargs, sample.grads),
+            lambda output: change(testing.make_grad(case, output)),
+        )
+
+    near, far = run(lambda t: t.detach().clone()), run(apart)
+    for name, value in near.items():
+        torch.testing.assert_close(far[name], value, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- optimizers
+
+COUNTS = [
+    pytest.param(70_001, F32, id="small"),
+    pytest.param(2**31 + 4096, F32, id="2^31 fp32", marks=needs(60)),
+    pytest.param(2**32 + 4096, BF16, id="2^32 bf16", marks=needs(60)),
+]
+
+
+def windows(count: int) -> list[slice]:
+    """Return stretches around each boundary, which do not overlap."""
+    near = [place for place in boundaries(count) if place % 2**31 == 1] + [count - 32]
+    return [slice(max(0, place - 32), min(count, place + 32)) for place in near]
+
+
+def pieces(t: Tensor, places: list[slice]) -> Tensor:
+    return torch.cat([t[place] for place in places])
+
+
+@every_optimizer
+@pytest.mark.parametrize(("count", "dtype"), COUNTS)
+def test_a_parameter_of_more_elements_than_32_bits_count(
+    spec: OptimSpec, count: int, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    skip_slow(backend, device, large=count >= 2**31)
+    there = windows(count)
+    total = sum(place.stop - place.start for place in there)
+    grads = [torch.randn(total, device=device).to(dtype) for _ in range(2)]
+    found = []
+    for size, places in ((count, there), (total, [slice(0, total)])):
+        p = torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        optimizer: Any = build(spec.optimizer, [p], backend, lr=0.1)  # type: ignore[arg-type]
+        for grad in grads:
+            p.grad = torch.ones_like(p)
+            for place, part in zip(places, grad.split([place.stop - place.start for place in places]), strict=True):
+                p.grad[place].copy_(part)
+            optimizer.step()
+        found.append(pieces(p.detach(), places))
+        assert p[size // 3] != 1, "an element between did not move"
+        del p, optimizer
+    torch.testing.assert_close(*found, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(("count", "dtype"), COUNTS)
+def test_clipping_more_elements_than_32_bits_count(count: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_slow(backend, device, large=count >= 2**31)
+    p = torch.nn.Parameter(torch.empty(count, dtype=dtype, device=device))
+    p.grad = torch.full_like(p, 0.5)
+    with fusedops.use_backend(backend):
+        norm = fusedops.clip_grad_norm_([p], max_norm=1.0)
+    truth = 0.5 * math.sqrt(count)
+    assert float(norm) == pytest.approx(truth, rel=1e-6)
+    got = pieces(p.grad, windows(count)).float()
+    torch.testing.assert_close(got, torch.full_like(got, 0.5 / truth), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+# ---------------------------------------------------------------- values
+
+
+@every_op
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5])
+def test_values(spec: OpSpec, values: str, dtype: torch.dtype, eps: float, backend: str, device: str) -> None:
+    case = Case((6, 1000), 1, mixed(spec, dtype), options={"eps": eps}, values=values)
+    assert_sound(spec, case, backend, device)
+
+
+@every_op
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("width", [7, 1000, 70_000])
+def test_one_bad_row_leaves_the_others_bitwise_as_they_are(
+    spec: OpSpec, bad: float, width: int, backend: str, device: str
+) -> None:
+    case = Case((5, width), 1, mixed(spec))
+    sample = testing.make_sample(spec, case, device)
+    call = partial(spec.function, backend=backend)
+    clean = testing.run(call, sample, lambda output: testing.make_grad(case, output))
+    spoilt = sample.kwargs["input"].detach().clone()
+    spoilt[2, width // 2] = bad
+    kwargs = {**sample.kwargs, "input": spoilt.requires_grad_()}
+    found = testing.run(call, Sample(kwargs, sample.grads), lambda output: testing.make_grad(case, output))
+    for name in ("output", "input"):
+        good = [0, 1, 3, 4]
+        torch.testing.assert_close(found[name][good], clean[name][good], rtol=0, atol=0)
+        assert not found[name][2].isfinite().all()
+
+
+@every_op
+def test_a_row_of_the_largest_fp16_numbers(spec: OpSpec, backend: str, device: str) -> None:
+    """Their squares are beyond fp16, the sums of squares far beyond."""
+    case = Case((4, 4096), 1, mixed(spec, F16))
+    sample = testing.make_sample(spec, case, device)
+    sample.kwargs["input"] = sample.kwargs["input"].detach().sign().mul_(65504).requires_grad_()
+    kept: list[Tensor] = []
+
+    def grad(output: Tensor) -> Tensor:
+        kept.append(testing.make_grad(case, output))
+        return kept[0]
+
+    found = testing.run(partial(spec.function, backend=backend), sample, grad)
+    outcome = testing.judge(spec, case, sample, kept[0], found, backend=backend)
+    assert outcome.passed, str(outcome)
