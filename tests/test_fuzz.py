@@ -249,7 +249,7 @@ def test_memory_of_odd_shapes(shape: tuple[int, ...], memory: Memory) -> None:
 def test_optimizer_draws_reach_everything() -> None:
     found = [
         optimizers.run(
-            Random(n), optimizers.OptimCell(OPTIMS["adamw"], "native", F32, F32, False), "cpu", 2**10, True, False
+            Random(n), optimizers.OptimCell(OPTIMS["adamw"], "native", F32, F32, "plain"), "cpu", 2**10, True, False
         )
         for n in range(20)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -20,35 +21,48 @@ from .draw import draw_memory, factors, log_uniform
 from .run import Found, pooled
 
 _F32, _F16, _BF16, _F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-# Parameter dtype, state dtype, master.
+# How a 16-bit parameter keeps small updates.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "master": {"master_weights": True},
+    "kahan": {"kahan_sum": True},
+    "stochastic": {"bf16_stochastic_round": True},
+}
+# Parameter dtype, state dtype, mode.
 MIXES = (
-    (_F32, _F32, False), (_F32, _BF16, False), (_F32, _F16, False), (_F64, _F64, False),
-    *((narrow, state, master) for narrow in (_BF16, _F16) for state in (narrow, _F32) for master in (False, True)),
+    (_F32, _F32, "plain"), (_F32, _BF16, "plain"), (_F32, _F16, "plain"), (_F64, _F64, "plain"),
+    *((_BF16, state, mode) for state in (_BF16, _F32) for mode in MODES),
+    *((_F16, state, mode) for state in (_F16, _F32) for mode in MODES if mode != "stochastic"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OptimCell:
-    """Where steps are counted: an optimizer on a backend with the dtypes of parameters and state."""
+    """Where steps are counted: an optimizer on a backend with the dtypes of parameters and state, and a mode."""
 
     spec: OptimSpec
     backend: str
     param: torch.dtype
     state: torch.dtype
-    master: bool
+    mode: str
 
     @property
     def name(self) -> str:
         """As ``adamw/native/bf16-fp32-master``."""
-        return f"{self.spec.name}/{self.backend}/{short(self.param)}-{short(self.state)}{'-master' * self.master}"
+        mode = "" if self.mode == "plain" else f"-{self.mode}"
+        return f"{self.spec.name}/{self.backend}/{short(self.param)}-{short(self.state)}{mode}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What tells the optimizer of it."""
+        return {**MODES[self.mode], "state_dtype": None if self.state is self.param else self.state}
 
     def refused(self, device: str) -> str | None:
         """Return why the backend can't be held to such a step, or None."""
         kind = torch.device(device).type
         if any((self.backend, kind, dtype) in testing.EXTRA_ULPS for dtype in (self.param, self.state)):
             return "it rounds in another way there"
-        options: dict[str, Any] = {"state_dtype": self.state, "master_weights": self.master}
-        call = describe(self.spec.name, [torch.empty(8, dtype=self.param, device=device)], **options)
+        call = describe(self.spec.name, [torch.empty(8, dtype=self.param, device=device)], **self.options)
         return "; ".join(refusals(self.backend, call)) or None
 
 
@@ -65,7 +79,7 @@ def run(random: Random, cell: OptimCell, device: str, elements: int, irregular: 
 
     Args:
         random: where every choice comes from.
-        cell: optimizer, backend, dtypes.
+        cell: optimizer, backend, dtypes, mode.
         device: where it runs and is judged.
         elements: most elements of a tensor.
         irregular: whether parameters and gradients are strided, shifted or transposed.
@@ -78,13 +92,17 @@ def run(random: Random, cell: OptimCell, device: str, elements: int, irregular: 
     noise = pooled(device)
     spread = 10 ** random.uniform(-2, 1)
 
-    def tensor(numbers: Numbers, scale: float) -> Tensor:
-        return testing.lay_out((noise(numbers.shape, generator) * scale).to(cell.param), numbers.memory)
+    def tensor(numbers: Numbers, scale: float, dtype: torch.dtype) -> Tensor:
+        return testing.lay_out((noise(numbers.shape, generator) * scale).to(dtype), numbers.memory)
 
     places = [_draw_numbers(random, elements, irregular) for _ in range(random.choice((1, 1, 2, 3, 5, 12, 40)))]
     if large:
         places[0] = Numbers((2**24 // cell.param.itemsize + random.randrange(2**20),), places[0].memory)
-    params = [torch.nn.Parameter(tensor(place, spread)) for place in places]
+    params = [torch.nn.Parameter(tensor(place, spread, cell.param)) for place in places]
+    grad_dtype = _draw_grad_dtype(random, cell)
+    if grad_dtype is not cell.param:
+        for p in params:
+            p.grad_dtype = grad_dtype  # type: ignore[attr-defined]  # of PyTorch 2.13
     options = _draw_options(random, cell, spread)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of updates that round away
@@ -96,11 +114,11 @@ def run(random: Random, cell: OptimCell, device: str, elements: int, irregular: 
     judged, tensors = [], [p.detach() for p in params]
     for _ in range(random.randint(1, 3)):
         size = (scale or 1.0) * 10 ** (
-            random.uniform(-2, 0) if _F16 in (cell.param, cell.state) else random.uniform(-4, 3)
+            random.uniform(-2, 0) if _F16 in (cell.param, cell.state, grad_dtype) else random.uniform(-4, 3)
         )
         for p, place in zip(params, places, strict=True):
             place = Numbers(place.shape, _draw_place(random, irregular, expand=True))
-            p.grad = None if random.random() < 0.1 and len(params) > 1 else tensor(place, size)
+            p.grad = None if random.random() < 0.1 and len(params) > 1 else tensor(place, size, grad_dtype)
             tensors += [] if p.grad is None else [p.grad]
         if all(p.grad is None or not p.numel() for p in params):
             continue
@@ -136,9 +154,15 @@ def _draw_place(random: Random, irregular: bool, expand: bool = False) -> Memory
     return Memory(memory.offset, memory.step, memory.gaps, memory.roll, memory.expand and expand)
 
 
+def _draw_grad_dtype(random: Random, cell: OptimCell) -> torch.dtype:
+    """Draw the dtype of gradients: the parameter's but for one in five, where this PyTorch allows another."""
+    other = random.choice((_F32, _F16, _BF16)) if random.random() < 0.2 else cell.param
+    return other if cell.param is not _F64 and hasattr(Tensor, "grad_dtype") else cell.param
+
+
 def _draw_options(random: Random, cell: OptimCell, spread: float) -> dict[str, Any]:
     """Draw options under which a parameter without a master moves by several ulp, so that the step shows."""
-    low, high = (-1.2, 0.0) if not cell.master else (-6.0, 0.0)
+    low, high = (-6.0, 0.0) if cell.mode in ("master", "kahan") else (-1.2, 0.0)
     options: dict[str, Any] = {"lr": spread * 10 ** random.uniform(low, high)}
     if random.random() < 0.5:
         options |= {
@@ -150,9 +174,4 @@ def _draw_options(random: Random, cell: OptimCell, spread: float) -> dict[str, A
         options["max_grad_norm"] = 10 ** random.uniform(-2, 2)
     if random.random() < 0.3:
         options["lr"] = torch.tensor(options["lr"])
-    options |= random.choice(cell.spec.options)
-    return {
-        **options,
-        "master_weights": cell.master,
-        "state_dtype": cell.state if cell.state is not cell.param else None,
-    }
+    return {**options, **random.choice(cell.spec.options), **cell.options}

@@ -39,6 +39,7 @@ def clip_grad_norm_(
         0-dim norm before clipping, on the first gradient's device: fp32 (fp64 when a gradient is).
 
     Raises:
+        ValueError: a gradient lies over itself, as an expanded tensor does; nothing has been scaled then.
         RuntimeError: ``error_if_nonfinite`` and the norm is inf or NaN; nothing has been scaled then.
 
     *Numerics*: fp32 partial sums, finished in fp64, deterministic. torch rounds norms of 16-bit gradients to 16 bits.
@@ -54,6 +55,12 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     if norm_type != 2 or CONFIG.disabled or not all(g.layout is torch.strided and is_plain(g) for g in grads):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    for g in grads:
+        if not g.is_contiguous() and torch._debug_has_internal_overlap(g) == 1:  # 1: yes, by a stride of 0
+            raise ValueError(
+                f"clip_grad_norm_: parameters: expected gradients whose elements have memory of their own, got one of "
+                f"shape {tuple(g.shape)} and strides {g.stride()}; clone() it"
+            )
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
