@@ -46,15 +46,15 @@ class set_norm_output:
         _norm_output = self._before
 
 
-def norm_output_dtype(input: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype a norm of ``input`` returns here and now.
+def norm_output_dtype(input: torch.Tensor, out_dtype: torch.dtype | None, op: str) -> torch.dtype:
+    """Return the dtype a norm of ``input`` returns here and now; ``op`` is its name, for the message.
 
     ``out_dtype`` if given; else, under autocast of the input's device, the autocast dtype (fp32 under
     ``set_norm_output("fp32")`` and when fusedops is disabled, as PyTorch's LayerNorm); else the input's dtype. fp64
     stays fp64.
     """
     if not isinstance(input, torch.Tensor):
-        raise ValueError(f"input: expected a tensor, got {type(input).__name__}")
+        raise ValueError(f"{op}: input: expected a tensor, got {type(input).__name__}")
     if out_dtype is not None:
         return out_dtype
     dtype = input.dtype

@@ -102,7 +102,7 @@ def run(random: Random, cell: OptimCell, device: str, elements: int, irregular: 
     grad_dtype = _draw_grad_dtype(random, cell)
     if grad_dtype is not cell.param:
         for p in params:
-            p.grad_dtype = grad_dtype  # type: ignore[attr-defined]  # of PyTorch 2.13
+            p.grad_dtype = grad_dtype  # of PyTorch 2.13
     options = _draw_options(random, cell, spread)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of updates that round away

@@ -24,28 +24,36 @@ _STAND_INS = {dtype: torch.empty(1, dtype=dtype, device="meta") for dtype in FLO
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
 # What stands for them while torch.export runs our Python.
 _TRACED_TYPES = _PLAIN | {FakeTensor, FunctionalTensor}
+_MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]  # not in torch's stub
+_NOT_DENSE = frozenset(
+    (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, _MKLDNN)
+)
 _forward_ad = torch.autograd.forward_ad
 _tracing_state = torch._C._get_tracing_state
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+def sizes(shape: int | Sequence[int], op: str = "") -> tuple[int, ...]:
     """Return a normalized_shape as a tuple.
+
+    Args:
+        shape: an integer or several.
+        op: whose argument it is, for the message.
 
     Raises:
         ValueError: it is neither an integer nor a sequence.
     """
     if isinstance(shape, int):
         return (shape,)
-    return tuple(shape) if isinstance(shape, (tuple, list)) else _unusual_sizes(shape)
+    return tuple(shape) if isinstance(shape, (tuple, list)) else _unusual_sizes(shape, op)
 
 
-def _unusual_sizes(shape: Any) -> tuple[int, ...]:
+def _unusual_sizes(shape: Any, op: str) -> tuple[int, ...]:
     """Take NumPy's integers and any iterable of integers for a shape."""
     try:
         return (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
     except TypeError:
-        raise ValueError(f"normalized_shape: expected an integer or a sequence of them, got {shape!r}") from None
+        raise ValueError(f"{op}: normalized_shape: expected an integer or a sequence of them, got {shape!r}") from None
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor) -> None:
@@ -54,6 +62,28 @@ def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor) -> None:
         raise ValueError(
             f"{op}: out_dtype: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} "
             f"with {input.dtype} input"
+        )
+
+
+def check_offset(op: str, weight_offset: Any, weight: Tensor | None) -> None:
+    """Raise ValueError if a weight_offset is no number, or is other than zero without a weight."""
+    if not isinstance(weight_offset, (int, float)):
+        raise ValueError(f"{op}: weight_offset: expected a number, got {weight_offset!r}")
+    if weight is None and weight_offset:
+        raise ValueError(f"{op}: weight_offset: expected 0.0 without a weight, got {weight_offset}")
+
+
+def check_dense(op: str, name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the elements of a tensor lie in memory, where strides find them."""
+    if tensor.layout in _NOT_DENSE:
+        raise ValueError(f"{op}: {name}: expected a dense tensor, got layout {tensor.layout}")
+    if torch.compiler.is_compiling() or _are_transforms_active() or type(tensor) not in _PLAIN:
+        return
+    in_storage = tensor.device.type in ("cpu", "cuda") and not tensor._is_zerotensor() and not tensor.is_nested
+    if in_storage and tensor.numel() and not tensor.untyped_storage().nbytes():
+        shape = tuple(tensor.shape)
+        raise ValueError(
+            f"{op}: {name}: expected a tensor with storage, got one of shape {shape} whose storage was freed"
         )
 
 

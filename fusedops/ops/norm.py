@@ -23,7 +23,7 @@ from .. import amp, registry
 from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
-from ._common import FLOATS, check_out_dtype, choose, differentiate, sizes
+from ._common import FLOATS, check_dense, check_offset, check_out_dtype, choose, differentiate, sizes
 
 Shape = int | Sequence[int]
 
@@ -61,14 +61,18 @@ def layer_norm(
     result. Gradients have their tensor's dtype, sums over rows are fp32; deterministic.
     *Source*: Ba, Kiros, Hinton (2016).
     """
-    shape = sizes(normalized_shape)
-    dtype = amp.norm_output_dtype(input, out_dtype)
+    shape = sizes(normalized_shape, "layer_norm")
+    dtype = amp.norm_output_dtype(input, out_dtype, "layer_norm")
     if not _is_epsilon(eps):
         raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps!r}")
     choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
     if not choice.checks_arguments:
         _check("layer_norm", input, shape, weight, bias)
-    result: Tensor = choice.run(input, shape, weight, bias, eps, dtype)
+    try:
+        result: Tensor = choice.run(input, shape, weight, bias, eps, dtype)
+    except (ValueError, TypeError, RuntimeError):
+        _check("layer_norm", input, shape, weight, bias)  # the same words, whoever refused
+        raise
     return result
 
 
@@ -105,8 +109,8 @@ def rms_norm(
     Gradients have their tensor's dtype, sums over rows are fp32; deterministic.
     *Source*: Zhang, Sennrich (2019).
     """
-    shape = sizes(normalized_shape)
-    dtype = amp.norm_output_dtype(input, out_dtype)
+    shape = sizes(normalized_shape, "rms_norm")
+    dtype = amp.norm_output_dtype(input, out_dtype, "rms_norm")
     if CONFIG.disabled and out_dtype is None:
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
@@ -114,11 +118,15 @@ def rms_norm(
         eps = _default_eps(input.dtype)
     elif not _is_epsilon(eps):
         raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps!r}")
-    if weight is None and weight_offset:
-        raise ValueError(f"rms_norm: weight_offset: expected 0.0 without a weight, got {weight_offset}")
+    if weight_offset != 0.0:
+        check_offset("rms_norm", weight_offset, weight)
     if not choice.checks_arguments:
         _check("rms_norm", input, shape, weight)
-    result: Tensor = choice.run(input, shape, weight, eps, weight_offset, dtype)
+    try:
+        result: Tensor = choice.run(input, shape, weight, eps, weight_offset, dtype)
+    except (ValueError, TypeError, RuntimeError):
+        _check("rms_norm", input, shape, weight)  # the same words, whoever refused
+        raise
     return result
 
 
@@ -171,8 +179,11 @@ def _default_eps(dtype: torch.dtype) -> float:
 
 def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None) -> None:
     """Raise ValueError naming the argument, what was expected and what came."""
+    check_dense(op, "input", input)
     if input.dtype not in FLOATS:
         raise ValueError(f"{op}: input: expected a dtype of fp32, fp16, bf16 or fp64, got {input.dtype}")
+    if any(isinstance(size, float) for size in shape):  # 8.0 == 8, so the shapes may well agree
+        raise ValueError(f"{op}: normalized_shape: expected integers, got {shape}")
     if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}"
@@ -193,6 +204,7 @@ def _is_epsilon(eps: Any) -> bool:
 def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(parameter, Tensor):
         raise ValueError(f"{op}: {name}: expected a tensor or None, got {type(parameter).__name__}")
+    check_dense(op, name, parameter)
     if parameter.shape != shape:
         raise ValueError(f"{op}: {name}: expected shape {shape}, got {tuple(parameter.shape)}")
     if parameter.device != input.device:
@@ -208,14 +220,15 @@ def _describe_layer_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     *, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    return _describe("layer_norm", input, sizes(normalized_shape), {"weight": weight, "bias": bias}, out_dtype)
+    shape = sizes(normalized_shape, "layer_norm")
+    return _describe("layer_norm", input, shape, {"weight": weight, "bias": bias}, out_dtype)
 
 
 def _describe_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
     *, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    return _describe("rms_norm", input, sizes(normalized_shape), {"weight": weight}, out_dtype)
+    return _describe("rms_norm", input, sizes(normalized_shape, "rms_norm"), {"weight": weight}, out_dtype)
 
 
 def _describe(
@@ -227,11 +240,9 @@ def _describe(
     dtypes = (
         ("input", input.dtype),
         *((name, parameter.dtype) for name, parameter in parameters.items() if parameter is not None),
-        ("output", amp.norm_output_dtype(input, out_dtype)),
+        ("output", amp.norm_output_dtype(input, out_dtype, op)),
     )
     hidden = math.prod(shape)
-    if not isinstance(hidden, int):  # 8.0 == 8, so the shapes may well agree
-        raise ValueError(f"{op}: normalized_shape: expected integers, got {shape}")
     rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
     return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows)
 

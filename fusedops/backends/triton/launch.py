@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 # run(kernel, grid, device, args, constexprs, warps)
 Launch = Callable[[Any, tuple[int, ...], torch.device, tuple[Any, ...], dict[str, Any], int], None]
@@ -66,5 +67,12 @@ def compile_ahead(
 def launch_traced(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], meta: dict[str, Any], warps: int
 ) -> None:
-    """The same inside a `triton_op`, where torch.compile records the launch and sets the device itself."""
+    """The same inside a `traced.op`, where torch.compile records the launch and sets the device itself.
+
+    The interpreter's kernels can't be recorded: they run when the op does, and fake tensors have nothing to run on.
+    """
+    if device.type == "cpu":
+        if not any(isinstance(arg, FakeTensor) for arg in args):
+            launch(kernel, grid, device, args, meta, warps)
+        return
     torch.library.wrap_triton(kernel)[grid](*args, **meta, num_warps=warps)

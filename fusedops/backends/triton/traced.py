@@ -4,15 +4,32 @@ Only loaded while compiling: in eager such an op would cost tens of microseconds
 gradients that nobody needs come back as empty tensors.
 """
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.library import triton_op
+from torch.library import custom_op, triton_op
 
 from .launch import launch_traced
 from .norm import _layer_norm_fwd, _norm_bwd, _rms_norm_fwd
 
 
-@triton_op("fusedops_triton::layer_norm_fwd", mutates_args=())
+def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define a function as an op that compilers look into; of the interpreter's kernels they see the op alone."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return triton_op(name, mutates_args=())
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        opaque = custom_op(name, mutates_args=())(function)
+        opaque.register_fake(function)
+        return opaque
+
+    return define
+
+
+@op("fusedops_triton::layer_norm_fwd")
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,7 +37,7 @@ def layer_norm_fwd(
     return _layer_norm_fwd(launch_traced, x, weight, bias, eps, out_dtype)
 
 
-@triton_op("fusedops_triton::layer_norm_bwd", mutates_args=())
+@op("fusedops_triton::layer_norm_bwd")
 def layer_norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -37,7 +54,7 @@ def layer_norm_bwd(
     return _given(dx, x), _given(dweight, x), _given(dbias, x)
 
 
-@triton_op("fusedops_triton::rms_norm_fwd", mutates_args=())
+@op("fusedops_triton::rms_norm_fwd")
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -45,7 +62,7 @@ def rms_norm_fwd(
     return _rms_norm_fwd(launch_traced, x, weight, eps, weight_offset, out_dtype)
 
 
-@triton_op("fusedops_triton::rms_norm_bwd", mutates_args=())
+@op("fusedops_triton::rms_norm_bwd")
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: list[bool]
 ) -> tuple[Tensor, Tensor]:
