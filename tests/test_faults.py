@@ -5,6 +5,8 @@ Kinds that parity already covers (strides, alignment, dtype mixes, wide rows, em
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops import testing
-from fusedops.registry import OPS, Case
+from fusedops.registry import OPS, Case, OpSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("backend")
@@ -189,3 +191,51 @@ def test_threads_of_python_at_once(backend: str) -> None:
         results = list(pool.map(lambda x: layer_norm(x, x.shape[-1]), tensors))
     for x, y in zip(tensors, results, strict=True):
         close(y, F.layer_norm(x, x.shape[-1:]))
+
+
+@pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, torch.float64], ids=str)
+def test_inputs_stay_as_they_are_and_results_have_memory_of_their_own(
+    spec: OpSpec, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """`.float()` of fp32 is the same tensor: writing to it would destroy the caller's, in that dtype alone."""
+    case = Case((3, 8), 1, dict.fromkeys(spec.grads, dtype))
+    if reason := testing.refused(spec, case, backend, device):
+        pytest.skip(reason)
+    sample = testing.make_sample(spec, case, device)
+    before = {name: sample.kwargs[name].detach().clone() for name in sample.grads}
+    found = testing.run(partial(spec.function, backend=backend), sample, lambda output: testing.make_grad(case, output))
+    assert all(torch.equal(sample.kwargs[name], kept) for name, kept in before.items())
+    given = {sample.kwargs[name].untyped_storage().data_ptr() for name in sample.grads}
+    assert not given & {result.untyped_storage().data_ptr() for result in found.values()}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_inputs_memory_is_used_again_at_once(backend: str) -> None:
+    """The allocator hands a freed input to the next tensor of the stream, while the kernel may still wait to run."""
+    for _ in range(50):
+        y = rms_norm(torch.ones(2048, 2048), 2048)
+        torch.full((2048, 2048), float("nan"))
+        assert bool(y.isfinite().all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nothing_is_allocated_on_another_device(backend: str) -> None:
+    torch.cuda.set_device(0)
+    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
+    x = torch.randn(512, 512, device="cuda:1", requires_grad=True)
+    for op in (layer_norm, rms_norm):
+        op(x, 512).sum().backward()
+    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
+
+
+def test_kernels_are_not_tuned_on_the_callers_tensors(backend: str) -> None:
+    """An autotuner runs an update several times at the first step, and hides a config that writes too little."""
+    if backend != "triton":
+        pytest.skip("only Triton has an autotuner")
+    from triton.runtime.autotuner import Autotuner
+
+    from fusedops.backends.triton import adam_kernels, norm_kernels
+
+    for module in (norm_kernels, adam_kernels):
+        assert not [name for name, value in vars(module).items() if isinstance(value, Autotuner)]

@@ -58,13 +58,23 @@ def assert_sound(spec: OpSpec, case: Case, backend: str, device: str) -> None:
 
 # ---------------------------------------------------------------- sizes
 
-WIDTHS = (1, 2, 31, 33, 127, 257, 1000, 2049, 4095, 8193, 16385, 32769, 65536, 131073, 2**20 - 1, 2**20)
+WIDTHS = (
+    1, 2, 31, 33, 127, 257, 1000, 1500, 2049, 4095, 6000, 8193, 12289, 16385, 32769, 65536, 131073, 2**20 - 1, 2**20,
+)  # fmt: skip
 
 
 @every_op
 @pytest.mark.parametrize("width", WIDTHS)
 def test_width(spec: OpSpec, width: int, backend: str, device: str) -> None:
     assert_sound(spec, Case((3, width), 1, mixed(spec)), backend, device)
+
+
+def test_widths_reach_every_way_triton_lays_out_rows() -> None:
+    pytest.importorskip("triton")
+    from fusedops.backends.triton import norm
+
+    for configs in (norm.FORWARD, norm.BACKWARD, norm.BACKWARD_RMS):
+        assert {norm.row_config(configs, width) for width in WIDTHS} == {None, *configs}
 
 
 @every_op
