@@ -184,7 +184,8 @@ def _judge_parameter(
             continue
         judged.append(_judge_tensor(f"{where}: {name}", new[name], right, slack * condition[key]))
     if "compensation" in new:
-        rest = truth["weight"] - new["param"].double()
+        held = new["param"].double()
+        rest = torch.where(held.isfinite(), truth["weight"] - held, 0.0)  # nothing is kept of what overflowed
         judged.append(_judge_tensor(f"{where}: compensation", new["compensation"], rest, slack * condition["weight"]))
     if "master" in new:
         rounded = torch.equal(new["param"], new["master"].to(p.dtype))
@@ -196,6 +197,9 @@ def _judge_tensor(name: str, out: Tensor, right: Tensor, slack: Tensor) -> Judge
     if not out.numel():
         return Judgement(name, 0.0, 0.0, None)
     finite = right.isfinite()
+    # Inf is right where the truth lies beyond what the dtype holds.
+    beyond = finite & (right.abs() + slack >= torch.finfo(out.dtype).max)
+    finite = finite & ~(beyond & (out.double() == torch.copysign(torch.full_like(right, math.inf), right)))
     if not torch.equal(finite, out.isfinite()):
         return Judgement(name, math.inf, math.inf, "inf and NaN are elsewhere than in the truth")
     spacing = ulp(right, out.dtype)

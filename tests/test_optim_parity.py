@@ -256,3 +256,25 @@ def test_a_learning_rate_that_hides_faults_is_refused():
         optimizer = optim.AdamW(params, lr=1e-3, backend="reference")
     with pytest.raises(ValueError, match="4 ulp"):
         judge_step(optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}])
+def test_only_a_weight_beyond_its_dtype_may_be_inf(options):
+    def make():
+        p = torch.nn.Parameter(torch.tensor([65000.0, 100.0], dtype=torch.float16))
+        p.grad = torch.ones_like(p)
+        return p, optim.AdamW([p], lr=1000.0, weight_decay=0.0, maximize=True, backend="reference", **options)
+
+    p, optimizer = make()
+    assert_step(optimizer)
+    assert p.tolist() == [float("inf"), 1100.0]
+    for spoil in (float("-inf"), float("nan"), 65504.0):
+        p, optimizer = make()
+        at = 0 if spoil != 65504.0 else 1
+
+        def spoiled(p=p, optimizer=optimizer, at=at, spoil=spoil):
+            optimizer.step()
+            p.data[at] = spoil
+
+        with pytest.raises(AssertionError):
+            assert_step(optimizer, spoiled)
