@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+# Whether kernels are Python: Triton looks when it defines them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # run(kernel, grid, device, args, constexprs, warps)
 Launch = Callable[[Any, tuple[int, ...], torch.device, tuple[Any, ...], dict[str, Any], int], None]
 
@@ -71,7 +74,7 @@ def launch_traced(
 
     The interpreter's kernels can't be recorded: they run when the op does, and fake tensors have nothing to run on.
     """
-    if device.type == "cpu":
+    if INTERPRETED:
         if not any(isinstance(arg, FakeTensor) for arg in args):
             launch(kernel, grid, device, args, meta, warps)
         return

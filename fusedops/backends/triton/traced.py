@@ -4,7 +4,6 @@ Only loaded while compiling: in eager such an op would cost tens of microseconds
 gradients that nobody needs come back as empty tensors.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
-from .launch import launch_traced
+from .launch import INTERPRETED, launch_traced
 from .norm import _layer_norm_fwd, _norm_bwd, _rms_norm_fwd
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define a function as an op that compilers look into; of the interpreter's kernels they see the op alone."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if not INTERPRETED:
         return triton_op(name, mutates_args=())
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
