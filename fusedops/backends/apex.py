@@ -4,9 +4,9 @@ Apex is known by its extensions, never by the name ``apex``, which on PyPI belon
 at the first call that asks for them: ``fused_layer_norm_cuda`` serves the norms, ``fast_layer_norm`` LayerNorm at its
 own list of widths. What Apex gets wrong is refused: its Adam (1 - beta2 in fp32), 16-bit weights (x̂, scaling and
 shift are each rounded to 16 bits: up to 1,200 times the bound near zero, measured on an H200), bf16 input with fp32
-weights (its dispatch has no such case), 2³¹ elements or more (32-bit offsets), tracing. The memory-efficient variant is
-not used (it loses the gradient of weights near zero). Its launches follow the current device, so the tensor's is made
-current.
+weights (its dispatch has no such case), rows wider than 65,536 (sums lose digits: 6 times the bound at 524,287), 2³¹
+elements or more (32-bit offsets), tracing. The memory-efficient variant is not used (it loses the gradient of weights
+near zero). Its launches follow the current device, so the tensor's is made current.
 
 Numerics: fp32 statistics by Welford's method; built with fast math, so subnormals are flushed to zero. Deterministic.
 
@@ -110,7 +110,7 @@ def _refuse_adam(call: Call) -> str:
     )
 
 
-_NORM = Limits(_FLOATS, max_elements=_MAX_ELEMENTS, traceable=False, extra=_refuse_norm)
+_NORM = Limits(_FLOATS, max_hidden=2**16, max_elements=_MAX_ELEMENTS, traceable=False, extra=_refuse_norm)
 _ADAM = Limits(_FLOATS, extra=_refuse_adam)
 LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM, "adam": _ADAM, "adamw": _ADAM}
 

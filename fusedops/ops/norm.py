@@ -142,10 +142,12 @@ def layer_norm_reference(
     # Over one dimension: with several and many rows, PyTorch 2.11's dweight has the wrong shape on CUDA.
     x = input.to(wide).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
     w, b = (None if t is None else t.to(wide).reshape(hidden) for t in (weight, bias))
-    if w is None and b is not None:  # PyTorch has no second derivative of that pair
-        y = F.layer_norm(x, (hidden,), None, None, eps) + b
-    else:
+    if x.numel() and (w is not None or b is None):
         y = F.layer_norm(x, (hidden,), w, b, eps)
+    else:  # PyTorch has no second derivative of a bias alone, and on CUDA (2.11) wrong gradients of no rows
+        y = F.layer_norm(x, (hidden,), None, None, eps)
+        y = y if w is None else y * w
+        y = y if b is None else y + b
     return y.reshape(input.shape).to(out_dtype or input.dtype)
 
 

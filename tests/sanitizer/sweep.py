@@ -12,12 +12,13 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 
 import fusedops
 from fusedops import testing
-from fusedops.registry import OPS, OPTIMS, Case, OpSpec
+from fusedops.registry import OPS, OPTIMS, Case, OpSpec, OptimSpec
 
 EVERY = 2  # of the cases: their dtypes take turns in threes, so each is met
 SHAPES = ((), (1,), (7, 5), (0,), (1023,), (33, 129), (70_001,))
@@ -79,7 +80,16 @@ def run_optimizers(backend: str) -> int:
                 with fusedops.use_backend(backend):
                     fusedops.clip_grad_norm_(params, 0.01)
                 served += 1
+        if backend == "triton":
+            step_as_if_captured(spec)
     return served
+
+
+def step_as_if_captured(spec: OptimSpec) -> None:
+    """Step as while a graph is captured, which needs the allocator's cache: Triton's tables then go as arguments."""
+    optimizer = spec.optimizer(list(make_params(torch.float32)), backend="triton")
+    with mock.patch("fusedops.backends.triton.tables.capturing", lambda device: True):
+        optimizer.step()
 
 
 def make_params(dtype: torch.dtype) -> Iterator[torch.nn.Parameter]:
