@@ -462,6 +462,8 @@ def test_inference_tensors_need_a_copy_to_train_on(module: Module) -> None:
 def test_threads(spec: OpSpec, backend: str) -> None:
     """Forward and backward on several threads at once, on their own inputs and shared parameters."""
     where = str(torch.get_default_device())
+    if (backend, where) == ("triton", "cpu"):
+        pytest.skip("Triton's interpreter keeps the place of a program in one global")
     op = as_function(spec, small_case(spec))
     shapes = [(3, 16), (64, 16), (257, 16), (5, 7, 16)]
     work = [make_leaves(spec, small_case(spec, shape=shape), where, seed=i) for i, shape in enumerate(shapes)]
