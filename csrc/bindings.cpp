@@ -11,6 +11,7 @@
 
 #include "build_info.h"
 #include "ops/adam.h"
+#include "ops/add_norm.h"
 #include "ops/norm.h"
 #include "ops/same_objects.h"
 
@@ -35,6 +36,37 @@ TORCH_LIBRARY(fusedops, m) {
   m.def(
       "rms_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor rstd, "
       "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
+
+  // Those that draw random numbers themselves say so; the halves are told the seed, so they may be run again.
+  const std::vector<at::Tag> random{at::Tag::nondeterministic_seeded};
+  m.def("dropout_seed(Tensor like) -> Tensor", random);
+  m.def(
+      "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, float dropout_p=0., ScalarType? out_dtype=None, "
+      "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+      random);
+  m.def(
+      "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+      "(Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)");
+  m.def(
+      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
+      "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool[4] output_mask, "
+      "ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
+      "(Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)");
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float eps=1e-06, float weight_offset=0., float dropout_p=0., ScalarType? out_dtype=None, "
+      "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+      random);
+  m.def(
+      "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
+      "float weight_offset, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+      "(Tensor y, Tensor residual_out, Tensor rstd)");
+  m.def(
+      "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
+      "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool[3] output_mask, "
+      "ScalarType input_dtype, ScalarType residual_dtype) -> (Tensor dinput, Tensor dresidual, Tensor dweight)");
 }
 
 namespace {
@@ -77,6 +109,12 @@ PYBIND11_MODULE(_C, m) {
         py::arg("eps"), py::arg("weight_offset"), py::arg("out_dtype"), NoGil());
   m.def("rms_norm_bwd", &fusedops::rms_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
         py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
+  m.def("add_layer_norm", &fusedops::add_layer_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
+        py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::arg("dropout_p") = 0.0,
+        py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(), NoGil());
+  m.def("add_rms_norm", &fusedops::add_rms_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
+        py::arg("weight") = py::none(), py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0,
+        py::arg("dropout_p") = 0.0, py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(), NoGil());
 
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")

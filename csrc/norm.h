@@ -1,9 +1,13 @@
 // What the norm kernels are given, on every device: raw pointers, no framework type. A row is `hidden` contiguous
-// elements; rows of x and dy are a stride apart, all other tensors are contiguous.
+// elements; rows of x, residual, dy and dsum are a stride apart, all other tensors are contiguous.
+//
+// An add + norm is a norm of the rows x = residual + dropout(input), each sum rounded to its dtype first: backward
+// reads those numbers, so it is the derivative of what forward computed.
 #pragma once
 
 #include <cstdint>
 
+#include "dropout.h"
 #include "dtype.h"
 
 typedef struct CUstream_st* cudaStream_t;  // as in the CUDA headers, which only .cu files include
@@ -27,6 +31,13 @@ struct NormFwd {
   DType y_dtype;
   void* mean;  // [rows] or null; fp32, fp64 where x is
   void* rstd;  // [rows] or null
+  // Of an add + norm, whose input is x above:
+  const void* residual;  // [rows, hidden]; null: a plain norm
+  int64_t residual_stride;
+  DType residual_dtype;
+  Dropout dropout;
+  void* sum;  // [rows, hidden]
+  DType sum_dtype;
 };
 
 struct NormBwd {
@@ -45,10 +56,18 @@ struct NormBwd {
   const void* mean;      // [rows], null for RMSNorm
   const void* rstd;      // [rows]
   void* dx;              // [rows, hidden] or null where not wanted
-  void* dweight;         // [hidden] or null
-  void* dbias;           // [hidden] or null
-  DType dbias_dtype;     // dweight has the dtype of weight
-  void* workspace;       // norm_bwd_workspace() bytes, or null where that is 0
+  DType dx_dtype;
+  void* dweight;      // [hidden] or null
+  void* dbias;        // [hidden] or null
+  DType dbias_dtype;  // dweight has the dtype of weight
+  void* workspace;    // norm_bwd_workspace() bytes, or null where that is 0
+  // Of an add + norm, where x is the sum that forward stored and dx the gradient of the residual:
+  bool add;
+  const void* dsum;  // [rows, hidden] of x_dtype: a gradient of x from elsewhere, or null
+  int64_t dsum_stride;
+  void* dinput;  // [rows, hidden] or null where not wanted: dx times what forward multiplied the input with
+  DType dinput_dtype;
+  Dropout dropout;
 };
 
 namespace cpu {

@@ -12,7 +12,7 @@ from . import amp, backends, nn, optim
 from .cli.report import report
 from .dispatch import check_forced, explain, use_backend
 from .errors import FallbackWarning, UnsupportedError
-from .ops import layer_norm, rms_norm
+from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
 from .patch import PatchReport, patch, patched, unpatch
 
@@ -20,6 +20,8 @@ __all__ = [
     "FallbackWarning",
     "PatchReport",
     "UnsupportedError",
+    "add_layer_norm",
+    "add_rms_norm",
     "amp",
     "backends",
     "clip_grad_norm_",

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from .ops import layer_norm, rms_norm
+from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 for _name in ("layer_norm", "rms_norm"):
     torch.fx.wrap(_name)  # symbolic_trace records the call, as it does PyTorch's own
@@ -66,3 +66,59 @@ class RMSNorm(torch.nn.RMSNorm):
             return y.to(input.dtype if self.out_dtype is None else self.out_dtype)
         else:  # TorchScript leaves out only what is in an else
             return rms_norm(input, self.normalized_shape, self.weight, self.eps, out_dtype=self.out_dtype)
+
+
+class AddLayerNorm(LayerNorm):
+    """``fusedops.add_layer_norm`` as a module: ``(input, residual)`` to the norm of their sum and the sum.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as PyTorch's LayerNorm.
+        dropout_p: the share of ``input`` that is dropped while training.
+        out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
+        residual_dtype: dtype of the sum; None: the residual's.
+    """
+
+    def __init__(
+        self, *args: Any, dropout_p: float = 0.0, residual_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
+        return add_layer_norm(
+            input, residual, self.normalized_shape, self.weight, self.bias, self.eps, dropout_p=self.dropout_p,
+            training=self.training, out_dtype=self.out_dtype, residual_dtype=self.residual_dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show dropout beside what the norm shows."""
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
+
+
+class AddRMSNorm(RMSNorm):
+    """``fusedops.add_rms_norm`` as a module: ``(input, residual)`` to the norm of their sum and the sum.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as PyTorch's RMSNorm.
+        dropout_p: the share of ``input`` that is dropped while training.
+        out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
+        residual_dtype: dtype of the sum; None: the residual's.
+    """
+
+    def __init__(
+        self, *args: Any, dropout_p: float = 0.0, residual_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
+        return add_rms_norm(
+            input, residual, self.normalized_shape, self.weight, self.eps, dropout_p=self.dropout_p,
+            training=self.training, out_dtype=self.out_dtype, residual_dtype=self.residual_dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show dropout beside what the norm shows."""
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"

@@ -99,11 +99,13 @@ class Sample:
     Attributes:
         kwargs: the arguments.
         grads: names of the arguments that require a gradient.
+        outputs: names of the results.
         arithmetic: dtype that backends compute in, whatever the arguments' own.
     """
 
     kwargs: dict[str, Any]
     grads: tuple[str, ...]
+    outputs: tuple[str, ...] = ("output",)
     arithmetic: torch.dtype = torch.float32
 
 
@@ -119,15 +121,20 @@ class OpSpec:
         wrap: makes a differentiable op of a backend's ``<op>_fwd`` and ``<op>_bwd``.
         describe: turns the arguments of a call into a ``Call`` (what ``explain`` shows).
         grads: names of the differentiable arguments, ``input`` first.
-        parameter_shape: shape of every argument but ``input``, from a case.
+        parameter_shape: shape of every argument but ``input`` and those like it, from a case.
         cases: yields the cases of a level, ``"quick"`` or ``"full"``.
-        condition: from the float64 sample and the float64 gradient of the output, the condition number of the output
-            (``"output"``) and of each gradient, elementwise: the size of what was added up to make the element.
+        condition: from the float64 sample and the float64 gradient of the output (a tuple where there are several), the
+            condition number of each output and of each gradient, elementwise: the size of what was added up to make it.
         terms: length of the sum behind the output and each gradient, from a case.
         bytes_moved: least bytes of device memory a call moves, from a sample and ``"fwd"`` or ``"bwd"``.
-        defaults: from a call's arguments, those whose default depends on dtypes; the float64 truth gets them spelt out.
+        defaults: from a call's arguments, what it finds out itself (a default that depends on dtypes, a seed that it
+            draws); the float64 truth gets it spelt out.
+        outputs: names of the results, ``"output"`` first.
+        like_input: arguments of ``input``'s shape; all others have ``parameter_shape``.
+        pinned: results that others are computed from as they were rounded → the argument of ``reference`` that takes
+            such a result. The truth of the others is that of the result as the backend rounded it.
         tolerance_overrides: (backend, device type, name) → (factor on the bound, reason). Empty for a sound op.
-        draw_options: draws the options of a fuzzed call, given which differentiable arguments it has.
+        draw_options: draws the options of a fuzzed call, given the dtypes of its differentiable arguments.
     """
 
     name: str
@@ -139,12 +146,15 @@ class OpSpec:
     grads: tuple[str, ...]
     parameter_shape: Callable[[Case], tuple[int, ...]]
     cases: Callable[[str], Iterator[Case]]
-    condition: Callable[[Sample, torch.Tensor], dict[str, torch.Tensor]]
+    condition: Callable[[Sample, Any], dict[str, torch.Tensor]]
     terms: Callable[[Case], dict[str, int]]
     bytes_moved: Callable[[Sample, str], int]
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda kwargs: {}
+    outputs: tuple[str, ...] = ("output",)
+    like_input: tuple[str, ...] = ()
+    pinned: Mapping[str, str] = field(default_factory=dict)
     tolerance_overrides: Mapping[tuple[str, str, str], tuple[float, str]] = field(default_factory=dict)
-    draw_options: Callable[[Random, frozenset[str]], Mapping[str, Any]] = lambda random, given: {}
+    draw_options: Callable[[Random, Mapping[str, torch.dtype]], Mapping[str, Any]] = lambda random, dtypes: {}
 
 
 @dataclass(frozen=True)

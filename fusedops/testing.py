@@ -135,7 +135,11 @@ def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def shape_of(spec: OpSpec, case: Case, name: str) -> tuple[int, ...]:
     """Return the shape of an argument."""
-    return case.shape if name == "input" else spec.parameter_shape(case)
+    return case.shape if _like_input(spec, name) else spec.parameter_shape(case)
+
+
+def _like_input(spec: OpSpec, name: str) -> bool:
+    return name == "input" or name in spec.like_input
 
 
 def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, noise: Noise = normal) -> Sample:
@@ -154,7 +158,7 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, no
     generator = torch.Generator().manual_seed(seed)
     kwargs: dict[str, Any] = {}
     for name, dtype in case.dtypes.items():
-        main = name == "input"
+        main = _like_input(spec, name)
         numbers = noise(shape_of(spec, case, name), generator)
         values = (_VALUES[case.values](numbers, case.normalized, dtype) if main else numbers).to(device, dtype)
         if name in case.memory:
@@ -173,11 +177,18 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, no
         kwargs["normalized_shape"] = case.shape[len(case.shape) - case.normalized :]
     if case.out_dtype is not None:
         kwargs["out_dtype"] = case.out_dtype
-    return Sample({**kwargs, **case.options}, grads)
+    return Sample({**kwargs, **case.options}, grads, spec.outputs)
 
 
-def make_grad(case: Case, output: Tensor, seed: int = 0, noise: Noise = normal) -> Tensor:
-    """Make the gradient of an output (its shape, dtype and device), laid out as the case says."""
+def outputs_of(output: Any) -> tuple[Tensor, ...]:
+    """Return the results of an op as a tuple."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def make_grad(case: Case, output: Any, seed: int = 0, noise: Noise = normal) -> Any:
+    """Make the gradient of an output (its shape, dtype and device), laid out as the case says; of several, a tuple."""
+    if isinstance(output, tuple):
+        return tuple(make_grad(case, one, seed + number, noise) for number, one in enumerate(output))
     if case.layout == "expanded_grad":
         return output.new_ones(()).expand(output.shape)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -193,12 +204,12 @@ def make_grad(case: Case, output: Tensor, seed: int = 0, noise: Noise = normal) 
 
 
 def run(
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     sample: Sample,
-    grad: Callable[[Tensor], Tensor],
+    grad: Callable[[Any], Any],
     wanted: Iterable[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Call forward and backward.
+    """Call forward and backward, random numbers starting from the same state each time.
 
     Args:
         function: called with the sample's arguments.
@@ -207,16 +218,33 @@ def run(
         wanted: names to differentiate by, the others not requiring a gradient; None: all of ``sample.grads``.
 
     Returns:
-        ``"output"`` and each gradient by its argument's name.
+        Each output by its name and each gradient by its argument's.
     """
     wanted = sample.grads if wanted is None else tuple(wanted)
     frozen = {name: sample.kwargs[name].detach() for name in sample.grads if name not in wanted}
     kwargs = {**sample.kwargs, **frozen}
-    output = function(**kwargs)
+    with same_random_numbers(sample):
+        output = function(**kwargs)
+    results = dict(zip(sample.outputs, (one.detach() for one in outputs_of(output)), strict=True))
     if not wanted:
-        return {"output": output}
-    found = torch.autograd.grad(output, [kwargs[name] for name in wanted], grad(output))
-    return {"output": output.detach(), **dict(zip(wanted, found, strict=True))}
+        return results
+    pairs = [pair for pair in zip(outputs_of(output), outputs_of(grad(output)), strict=True) if pair[0].requires_grad]
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [kwargs[name] for name in wanted], grads)
+    return {**results, **dict(zip(wanted, found, strict=True))}
+
+
+@contextmanager
+def same_random_numbers(sample: Sample) -> Iterator[None]:
+    """Start the generator of the sample's device from one state, and leave it as it was."""
+    device = sample.kwargs["input"].device
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 @contextmanager
@@ -242,18 +270,21 @@ class Truth:
     conditions: dict[str, Tensor]
 
 
-def truth(spec: OpSpec, sample: Sample, grad: Tensor, device: str = "cpu") -> Truth:
+def truth(spec: OpSpec, sample: Sample, grad: Any, results: Mapping[str, Tensor], device: str = "cpu") -> Truth:
     """Compute the truth in float64, from the numbers as the sample rounded them; gradients by autograd."""
-    kwargs = {**sample.kwargs, **spec.defaults(sample.kwargs)}
-    kwargs.pop("out_dtype", None)
+    with same_random_numbers(sample):
+        kwargs = {**sample.kwargs, **spec.defaults(sample.kwargs)}
+    kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
+    kwargs |= {argument: results[name] for name, argument in spec.pinned.items()}
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             value = value.detach().to(device)
             kwargs[name] = value.double().contiguous() if value.is_floating_point() else value
     for name in sample.grads:
         kwargs[name].requires_grad_()
-    wide = grad.detach().to(device).double().contiguous()
-    exact = Sample(kwargs, sample.grads, _arithmetic(sample))
+    several = tuple(one.detach().to(device).double().contiguous() for one in outputs_of(grad))
+    wide = several if isinstance(grad, tuple) else several[0]
+    exact = Sample(kwargs, sample.grads, sample.outputs, _arithmetic(sample))
     values = run(spec.reference, exact, lambda output: wide)
     with torch.no_grad():
         return Truth(values, spec.condition(exact, wide))
@@ -410,7 +441,7 @@ class Outcome:
 
 
 def judge(
-    spec: OpSpec, case: Case, sample: Sample, grad: Tensor, results: Mapping[str, Tensor],
+    spec: OpSpec, case: Case, sample: Sample, grad: Any, results: Mapping[str, Tensor],
     *, backend: str = "", seed: int = 0, on: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Hold results of a sample to the truth.
@@ -420,7 +451,7 @@ def judge(
         case: what the sample was made from.
         sample: the arguments.
         grad: the gradient of the output that the backward pass was given.
-        results: ``"output"`` and gradients by name, as ``run`` returns them.
+        results: outputs and gradients by name, as ``run`` returns them.
         backend: who made them; decides which declared allowances apply.
         seed: for the message.
         on: the device that computes the truth and compares.
@@ -428,7 +459,7 @@ def judge(
     Returns:
         One comparison for each of ``results``.
     """
-    exact, terms = truth(spec, sample, grad, on), spec.terms(case)
+    exact, terms = truth(spec, sample, grad, results, on), spec.terms(case)
     own = run(spec.reference, sample, lambda output: grad)
     device = sample.kwargs["input"].device.type
     comparisons = []
@@ -482,9 +513,9 @@ def check(spec: OpSpec, case: Case, backend: str, device: str = "cpu", seed: int
         UnsupportedError: the backend can't serve the case.
     """
     sample = make_sample(spec, case, device, seed)
-    kept: list[Tensor] = []
+    kept: list[Any] = []
 
-    def grad(output: Tensor) -> Tensor:
+    def grad(output: Any) -> Any:
         kept.append(make_grad(case, output, seed))
         return kept[0]
 

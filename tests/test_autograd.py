@@ -16,6 +16,9 @@ from fusedops.registry import OPS, Case, OpSpec
 
 F32, BF16 = torch.float32, torch.bfloat16
 SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+# Those called with an input and a shape alone; the others have such tests of their own.
+NORMS = [spec for spec in OPS.values() if not spec.like_input]
+NORM_SPECS = pytest.mark.parametrize("spec", NORMS, ids=[spec.name for spec in NORMS])
 
 
 def here() -> str:
@@ -43,14 +46,18 @@ def test_second_derivatives_are_the_references(spec: OpSpec, case: Case, backend
 
     def second(function: Callable[..., Tensor], wide: bool) -> list[Tensor]:
         kwargs = dict(testing.make_sample(spec, case, here()).kwargs)
+        sample = testing.make_sample(spec, case, here())
         if wide:
-            kwargs.update(spec.defaults(kwargs))
-            kwargs.pop("out_dtype", None)
+            with testing.same_random_numbers(sample):
+                kwargs.update(spec.defaults(kwargs))
+            kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
             kwargs.update({n: kwargs[n].detach().double().requires_grad_() for n in case.dtypes})
         leaves = [kwargs[name] for name in case.dtypes]
-        y = function(**kwargs)
-        grad = testing.make_grad(case, spec.reference(**testing.make_sample(spec, case, here()).kwargs)).to(y.dtype)
-        first = torch.autograd.grad(y, leaves, grad, create_graph=True)
+        with testing.same_random_numbers(sample):
+            y = testing.outputs_of(function(**kwargs))
+        grads = testing.outputs_of(testing.make_grad(case, spec.reference(**sample.kwargs)))
+        grads = [grad.to(one.dtype) for grad, one in zip(grads, y, strict=True)]
+        first = torch.autograd.grad(y, leaves, grads, create_graph=True)
         total = sum(g.double().square().sum() for g in first if g.requires_grad)
         return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
 
@@ -92,7 +99,7 @@ def test_gradgradcheck_with_frozen_parts(spec: OpSpec, backend: str) -> None:
 # ---------------------------------------------------------------- what takes plain torch
 
 
-@SPECS
+@NORM_SPECS
 def test_functional_transforms(spec: OpSpec) -> None:
     x, w, tangent = torch.randn(3, 4, 8), torch.rand(8), torch.randn(3, 4, 8)
     op = lambda a: spec.function(a, 8, w)  # noqa: E731
@@ -122,7 +129,7 @@ class Tagged(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@SPECS
+@NORM_SPECS
 def test_tensor_subclasses_take_plain_torch(spec: OpSpec) -> None:
     x, w = torch.randn(2, 8), torch.rand(8)
     Tagged.seen.clear()
@@ -133,7 +140,7 @@ def test_tensor_subclasses_take_plain_torch(spec: OpSpec) -> None:
     assert any("norm" in name for name in Tagged.seen)
 
 
-@SPECS
+@NORM_SPECS
 def test_fake_tensors(spec: OpSpec) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -142,7 +149,7 @@ def test_fake_tensors(spec: OpSpec) -> None:
         assert (y.shape, y.dtype) == ((3, 8), F32)
 
 
-@SPECS
+@NORM_SPECS
 def test_meta_tensors(spec: OpSpec) -> None:
     x = torch.empty(3, 8, 16, device="meta", dtype=BF16).transpose(0, 1)
     y = spec.function(x, 16)
@@ -152,7 +159,7 @@ def test_meta_tensors(spec: OpSpec) -> None:
 # ---------------------------------------------------------------- memory, views, versions
 
 
-@SPECS
+@NORM_SPECS
 def test_inference_tensors(spec: OpSpec, backend: str) -> None:
     with torch.inference_mode():
         x, w = torch.randn(4, 64), torch.rand(64)
@@ -167,16 +174,18 @@ def test_arguments_are_left_alone_and_not_aliased(spec: OpSpec, dtype: torch.dty
         pytest.skip(reason)
     sample = testing.make_sample(spec, case, here())
     before = {name: sample.kwargs[name].detach().clone() for name in spec.grads}
-    grad = testing.make_grad(case, sample.kwargs["input"].detach())
-    kept = grad.clone()
+    like = tuple(sample.kwargs["input"].detach() for _ in spec.outputs)
+    grad = testing.make_grad(case, like if len(like) > 1 else like[0])
+    kept = [one.clone() for one in testing.outputs_of(grad)]
     results = testing.run(spec.function, sample, lambda output: grad)
-    given = {sample.kwargs[name].data_ptr() for name in spec.grads} | {grad.data_ptr()}
+    given = {sample.kwargs[name].data_ptr() for name in spec.grads}
+    given |= {one.data_ptr() for one in testing.outputs_of(grad)}
     assert all(torch.equal(sample.kwargs[name], before[name]) for name in spec.grads)
-    assert torch.equal(grad, kept)
+    assert all(map(torch.equal, testing.outputs_of(grad), kept))
     assert given.isdisjoint(result.data_ptr() for result in results.values())
 
 
-@SPECS
+@NORM_SPECS
 def test_changing_a_saved_tensor_in_place_is_noticed(spec: OpSpec, backend: str) -> None:
     x, w = torch.randn(4, 16, requires_grad=True), torch.rand(16)
     a = x * 1
@@ -186,7 +195,7 @@ def test_changing_a_saved_tensor_in_place_is_noticed(spec: OpSpec, backend: str)
         y.sum().backward()
 
 
-@SPECS
+@NORM_SPECS
 def test_result_may_be_changed_in_place(spec: OpSpec, backend: str) -> None:
     x = torch.randn(4, 16, requires_grad=True)
     y = spec.function(x, 16)
@@ -196,7 +205,7 @@ def test_result_may_be_changed_in_place(spec: OpSpec, backend: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@SPECS
+@NORM_SPECS
 def test_backward_twice(spec: OpSpec, backend: str) -> None:
     x = torch.randn(4, 16, requires_grad=True)
     y = spec.function(x, 16).square().sum()
@@ -206,7 +215,7 @@ def test_backward_twice(spec: OpSpec, backend: str) -> None:
         torch.autograd.grad(y, x)
 
 
-@SPECS
+@NORM_SPECS
 def test_gradient_that_is_a_slice_of_a_concatenation(spec: OpSpec, backend: str) -> None:
     x, k = torch.randn(2, 3, requires_grad=True), torch.arange(8.0)
     (got,) = torch.autograd.grad((torch.cat([spec.function(x, 3), torch.zeros(2, 5)], 1) * k).sum(), x)
@@ -214,7 +223,7 @@ def test_gradient_that_is_a_slice_of_a_concatenation(spec: OpSpec, backend: str)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@SPECS
+@NORM_SPECS
 def test_bad_input_is_named(spec: OpSpec, backend: str) -> None:
     x = torch.randn(2, 8)
     bad: list[tuple[tuple[object, ...], dict[str, object], str]] = [
@@ -238,7 +247,7 @@ def test_bad_input_is_named(spec: OpSpec, backend: str) -> None:
             spec.function(*args, **kwargs)
 
 
-@SPECS
+@NORM_SPECS
 def test_errors_name_op_and_argument_also_where_a_like_call_was_seen(spec: OpSpec, backend: str) -> None:
     """The second call of a kind is checked elsewhere: by the backend, where that checks at all."""
     sample = {name: torch.ones((2, 16) if name in ("input", "residual") else (16,)) for name in spec.grads}
@@ -264,7 +273,7 @@ def test_defaults_are_torchs(backend: str) -> None:
     torch.testing.assert_close(fusedops.rms_norm(x, 8), F.rms_norm(x, (8,)))
 
 
-@SPECS
+@NORM_SPECS
 @pytest.mark.parametrize("kind", ["negative", "zeros"])
 def test_tensors_that_are_not_in_memory(spec: OpSpec, kind: str, backend: str) -> None:
     """A negative view has the other sign in memory, an efficient zero tensor has no memory at all."""

@@ -43,13 +43,13 @@ def test_norm_times_every_cell_beside_torch(tmp_path, capsys):
     assert main([*NORM, "--vs", "torch,liger", "--out", str(tmp_path)]) == 0
     found = read(tmp_path)
     measured = [r for r in found if r["backend"] != "liger"]
-    assert len(measured) == 2 * 3 * 2 * 2  # ops, dtypes, contenders, directions
+    assert len(measured) == 4 * 3 * 2 * 2  # ops, dtypes, contenders, directions
     assert all(r["status"] == "ok" and r.keys() >= TIMES | FACTS and r["timer"] == "wall" for r in measured)
     assert {r["dtype"] for r in measured} == {"bf16", "amp", "fp32"}
     shown = capsys.readouterr().out
     assert "n/a: layer_norm bf16 liger" in shown
     assert shown.splitlines()[-1].startswith(str(tmp_path))
-    assert {path.name for path in tmp_path.glob("*.png")} == {"layer_norm.png", "rms_norm.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{spec.name}.png" for spec in OPS.values()}
 
 
 def test_adam_times_every_config_beside_torch(tmp_path):

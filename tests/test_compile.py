@@ -273,7 +273,7 @@ def registered() -> list[str]:
 
 X, X16 = torch.randn(3, 8), torch.randn(2, 3, 8).to(BF16)
 W, B, ROWS = torch.rand(8), torch.rand(8), torch.rand(3)
-NONE, DX = (None, None), [True, False, False]
+NONE, DX, SEED = (None, None), [True, False, False], torch.tensor([3, 5])
 # The public names of an op stand for its forward; arguments of the ops beneath them, in order.
 SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "layer_norm": [(X, [8], W, B, 1e-5, None), (X16, [3, 8], None, None, 1e-5, F32), (X.mT, [3], *NONE, 1e-5, None)],
@@ -282,6 +282,31 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "rms_norm_fwd": [(X, [8], W, 1e-5, 0.0, None), (X16, [3, 8], None, 1e-5, 0.0, F32)],
     "layer_norm_bwd": [(X, X, [8], W, ROWS, ROWS, [True, True, True]), (X, X, [8], None, ROWS, ROWS, DX)],
     "rms_norm_bwd": [(X, X, [8], W, ROWS, 0.0, [True, True]), (X, X, [8], W, ROWS, 0.0, [False, True])],
+    "dropout_seed": [],  # two calls give two seeds, which opcheck takes for a fault
+    "add_layer_norm": [
+        (X, X + 1, [8], W, B, 1e-5, 0.0, None, None),
+        (X16, X16.float(), [8], *NONE, 1e-5, 0.0, F32, BF16),
+    ],
+    "add_layer_norm_fwd": [
+        (X, X, [8], W, B, 1e-5, SEED, 0.5, None, None),
+        (X16, X16, [3, 8], *NONE, 1e-5, None, 0.0, F32, F32),
+    ],
+    "add_layer_norm_bwd": [
+        (X, X, X, [8], W, ROWS, ROWS, SEED, 0.5, [True] * 4, F32, BF16, F32),
+        (X, None, X, [8], None, ROWS, ROWS, None, 0.0, [True, True, False, False], F32, F32),
+    ],
+    "add_rms_norm": [
+        (X, X + 1, [8], W, 1e-5, 1.0, 0.0, None, None),
+        (X16, X16.float(), [8], None, 1e-5, 0.0, 0.0, F32, BF16),
+    ],
+    "add_rms_norm_fwd": [
+        (X, X, [8], W, 1e-5, 1.0, SEED, 0.5, None, None),
+        (X16, X16, [8], None, 1e-5, 0.0, None, 0.0, F32, F32),
+    ],
+    "add_rms_norm_bwd": [
+        (X, X, X, [8], W, ROWS, 1.0, SEED, 0.5, [True] * 3, F32, BF16),
+        (X, None, X, [8], None, ROWS, 0.0, None, 0.0, [True, False, False], BF16, F32),
+    ],
 }  # fmt: skip
 
 
@@ -316,6 +341,14 @@ TRITON_SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "rms_norm_fwd": [(X, W, 1e-5, 1.0, F32), (X, None, 1e-5, 0.0, BF16)],
     "layer_norm_bwd": [(X, X, W, ROWS, ROWS, [True] * 3, F32), (X, X, None, ROWS, ROWS, DX, None)],
     "rms_norm_bwd": [(X, X, W, ROWS, 0.0, [True, True]), (X, X, W, ROWS, 1.0, [False, True])],
+    "add_norm_fwd": [
+        (X, X, W, B, True, 1e-5, 0.0, SEED, 0.5, F32, BF16),
+        (X, X, None, None, False, 1e-5, 0.0, None, 0.0, F32, F32),
+    ],
+    "add_norm_bwd": [
+        (X, X, X, W, ROWS, ROWS, 0.0, SEED, 0.5, [True] * 4, F32, BF16, F32),
+        (X, None, X, None, None, ROWS, 0.0, None, 0.0, [True, True, False, False], F32, F32, None),
+    ],
 }
 
 

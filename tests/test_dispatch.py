@@ -392,10 +392,10 @@ def test_explain_runs_nothing_and_refuses_unknown_ops() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_explain_says_what_select_does(op: str) -> None:
-    x = torch.randn(2, 8)
+    rows = ["input", *OPS[op].like_input]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        explanation = fusedops.explain(op, x, 8)
+        explanation = fusedops.explain(op, *(torch.randn(2, 8) for _ in rows), 8)
         assert dispatch.select(explanation.call).backend == explanation.chosen
 
 

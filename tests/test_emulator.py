@@ -26,6 +26,7 @@ COMPILER = os.environ.get("CXX", "g++")
 PROGRAMS: dict[str, list[str]] = {
     "test_emulator": ["tests/emulator/planted.cu"],
     "test_norm": ["csrc/cuda/norm_fwd.cu", "csrc/cuda/norm_bwd.cu"],
+    "test_add_norm": ["csrc/cuda/norm_fwd.cu", "csrc/cuda/norm_bwd.cu"],
     "test_adam": ["csrc/cuda/multi_tensor.cu", "csrc/cuda/adam.cu", "csrc/cuda/grad_norm.cu"],
 }
 """Test program of tests/emulator/ -> the .cu files it is linked with."""

@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from fusedops.backends.triton import adam, norm, tables  # noqa: E402
+from fusedops.backends.triton import adam, add_norm, norm, tables  # noqa: E402
 from fusedops.backends.triton import adam_kernels as kernels  # noqa: E402
 from fusedops.backends.triton.launch import DeviceLimits  # noqa: E402
 
@@ -79,7 +79,7 @@ def compiler(monkeypatch, tmp_path):
 
         monkeypatch.setattr(driver, "_active", FakeDriver(architecture))
         limits = DeviceLimits(multiprocessors=132, shared_bytes=ARCHITECTURES[architecture] * 1024)
-        for module in (norm, adam, tables):
+        for module in (norm, add_norm, adam, tables):
             monkeypatch.setattr(module, "launch", compile_only)
         monkeypatch.setattr(adam, "compile_ahead", lambda *_: None)
         monkeypatch.setattr(norm, "device_limits", lambda _: limits)
@@ -118,6 +118,24 @@ def norm_calls(hidden: int, dtype: torch.dtype, param: torch.dtype, rows: int = 
     }
 
 
+def add_norm_calls(hidden: int, dtype: torch.dtype, stream: torch.dtype, rows: int = 4096) -> dict[str, Any]:
+    """With dropout and a residual stream of its own dtype; weights are fp32."""
+    x, residual = (torch.empty(rows, hidden, dtype=kind, device="meta") for kind in (dtype, stream))
+    weight, stat = torch.empty(hidden, device="meta"), torch.empty(rows, device="meta")
+    seed = torch.empty(2, dtype=torch.int64, device="meta")
+    saved = (x, residual, residual, weight, stat, stat, seed, 0.1, (True,) * 4, dtype, stream, F32)
+    return {
+        "add_layer_norm_fwd": lambda: add_norm.add_layer_norm_fwd(
+            x, residual, weight, weight, 1e-5, seed, 0.1, dtype, stream
+        ),
+        "add_layer_norm_bwd": lambda: add_norm.add_layer_norm_bwd(*saved),
+        "add_rms_norm_fwd": lambda: add_norm.add_rms_norm_fwd(x, residual, weight, 1e-6, 1.0, None, 0.0, dtype, stream),
+        "add_rms_norm_bwd": lambda: add_norm.add_rms_norm_bwd(
+            x, None, residual, weight, stat, 1.0, None, 0.0, (True,) * 3, dtype, stream
+        ),
+    }
+
+
 def cells(full: bool) -> list[tuple[int, int, torch.dtype, torch.dtype]]:
     """Quick: what amp gives, at every configuration's width on one architecture and at two widths on the others."""
     if full:
@@ -131,6 +149,16 @@ def test_norms_compile_without_spills(compiler, pytestconfig):
     for architecture, hidden, dtype, param in cells(pytestconfig.getoption("--full")):
         for call in norm_calls(hidden, dtype, param).values():
             assert compiler(architecture, call)
+
+
+def test_add_norms_compile_without_spills(compiler, pytestconfig):
+    full = pytestconfig.getoption("--full")
+    widths = WIDTHS if full else (768, 4096, 8192, 50257)
+    for architecture in ARCHITECTURES if full else (80, 90):
+        for hidden in widths:
+            for dtype, stream in ((BF16, F32), (BF16, BF16), (F32, F32)) if full else ((BF16, F32),):
+                for call in add_norm_calls(hidden, dtype, stream).values():
+                    assert compiler(architecture, call)
 
 
 def machine_code(kernel: Kernel) -> Counter[str]:

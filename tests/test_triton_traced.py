@@ -80,6 +80,23 @@ def test_graph_holds_the_launches(monkeypatch, op, dynamic):
     assert launches == {"forward": 1, "backward": 2}  # backward: the pass over the rows, then the partial sums
 
 
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+def test_graph_of_an_add_norm_holds_its_seed_and_the_launches(monkeypatch, op):
+    monkeypatch.setattr(driver, "_active", FakeDriver())
+    torch._dynamo.reset()
+    whole, launches = OPS[op].wrap(backend), {}
+    x, residual = (torch.zeros(8, 768, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32))
+    weight, bias = (torch.zeros(768, requires_grad=True) for _ in range(2))
+    rest = (bias, 1e-5) if op == "add_layer_norm" else (1e-6, 1.0)
+
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, total = whole(x, residual, (768,), weight, *rest, 0.5, torch.bfloat16, None)
+        return y.sum() + total.sum()
+
+    torch.compile(call, backend=reading_backend(launches), fullgraph=True)(x, residual, weight).backward()
+    assert launches == {"forward": 1, "backward": 2}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_another_batch_compiles_nothing(monkeypatch, op, autocast):

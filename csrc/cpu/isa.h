@@ -12,6 +12,8 @@ Isa active_isa();
 }  // namespace fusedops::cpu
 
 #define FUSEDOPS_ISA_INLINE inline __attribute__((always_inline))
+// Behind the parameters of a lambda that such a function calls more than once: the compiler may leave it to itself.
+#define FUSEDOPS_ISA_LAMBDA __attribute__((always_inline))
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FUSEDOPS_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))

@@ -1,4 +1,5 @@
-// LayerNorm and RMSNorm on the CPU, forward and backward. Formulas: csrc/cuda/norm_fwd.cuh and norm_bwd.cuh.
+// LayerNorm and RMSNorm on the CPU, forward and backward, also of a sum. Formulas: csrc/cuda/norm_fwd.cuh and
+// norm_bwd.cuh.
 //
 // The variance is the corrected two-pass one (Chan, Golub, LeVeque, "Algorithms for computing the sample variance",
 // 1983).
@@ -136,6 +137,80 @@ struct Param {
   }
 };
 
+// ---- add + norm -------------------------------------------------------------------------------------------------
+
+// f(p as a pointer to its elements) where those are computed with in acc_t, as all of a call are.
+template <class acc_t, class F>
+FUSEDOPS_ISA_INLINE void with_elements(const void* p, DType dtype, const F& f) {
+  with_dtype(dtype, [&](auto element) FUSEDOPS_ISA_LAMBDA {
+    using T = decltype(element);
+    if constexpr (std::is_same_v<typename Lanes<T>::acc_t, acc_t>) f(static_cast<T*>(const_cast<void*>(p)));
+  });
+}
+
+template <class acc_t>
+FUSEDOPS_ISA_INLINE void drop(const Dropout& dropout, int64_t row, int64_t hidden, acc_t* values) {
+  acc_t factor[4];
+  for (int64_t col = 0; col < hidden; col += 4) {
+    dropout_factors(dropout, row, col, factor);
+    for (int64_t k = 0; k < std::min<int64_t>(4, hidden - col); ++k) values[col + k] *= factor[k];
+  }
+}
+
+// The row residual + dropout(x), stored and then read as it was rounded. Each step is a pass over the row, which the
+// nearest cache holds: one loop an operand, not one for each mix of dtypes.
+template <class acc_t>
+FUSEDOPS_ISA_INLINE const acc_t* summed_row(const NormFwd& n, int64_t row, std::vector<acc_t>& copy) {
+  constexpr int kLanes = Lanes<acc_t>::kLanes;
+  copy.resize(n.hidden);
+  acc_t* sum = copy.data();
+  with_elements<acc_t>(n.x, n.x_dtype, [&](auto* x) FUSEDOPS_ISA_LAMBDA {
+    x += row * n.x_stride;
+    for_columns<kLanes>(0, n.hidden,
+                        [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA { access.store(sum + i, access.load(x + i)); });
+  });
+  if (n.dropout.seed) drop(n.dropout, row, n.hidden, sum);
+  with_elements<acc_t>(n.residual, n.residual_dtype, [&](auto* residual) FUSEDOPS_ISA_LAMBDA {
+    residual += row * n.residual_stride;
+    for_columns<kLanes>(0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA {
+      access.store(sum + i, access.load(sum + i) + access.load(residual + i));
+    });
+  });
+  with_elements<acc_t>(n.sum, n.sum_dtype, [&](auto* out) FUSEDOPS_ISA_LAMBDA {
+    out += row * n.hidden;
+    for_columns<kLanes>(0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA {
+      access.store(out + i, access.load(sum + i));
+      access.store(sum + i, access.load(out + i));
+    });
+  });
+  return sum;
+}
+
+// Stores the gradients of both summands; `dx` is the sum's, without what it has from elsewhere.
+template <class acc_t>
+FUSEDOPS_ISA_INLINE void store_summands(const NormBwd& n, int64_t row, acc_t* dx) {
+  constexpr int kLanes = Lanes<acc_t>::kLanes;
+  const auto store_as = [&](void* out, DType dtype) FUSEDOPS_ISA_LAMBDA {
+    with_elements<acc_t>(out, dtype, [&](auto* to) FUSEDOPS_ISA_LAMBDA {
+      to += row * n.hidden;
+      for_columns<kLanes>(
+          0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA { access.store(to + i, access.load(dx + i)); });
+    });
+  };
+  if (n.dsum) {
+    with_elements<acc_t>(n.dsum, n.x_dtype, [&](auto* dsum) FUSEDOPS_ISA_LAMBDA {
+      dsum += row * n.dsum_stride;
+      for_columns<kLanes>(0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA {
+        access.store(dx + i, access.load(dx + i) + access.load(dsum + i));
+      });
+    });
+  }
+  if (n.dx) store_as(n.dx, n.dx_dtype);
+  if (!n.dinput) return;
+  if (n.dropout.seed) drop(n.dropout, row, n.hidden, dx);
+  store_as(n.dinput, n.dinput_dtype);
+}
+
 // ---- forward ----------------------------------------------------------------------------------------------------
 
 template <class acc_t>
@@ -154,7 +229,11 @@ FUSEDOPS_ISA_INLINE void fwd_rows(const FwdRows<typename Lanes<x_t>::acc_t>& r) 
   const int64_t hidden = r.n.hidden;
   std::vector<acc_t> x_copy;
   for (int64_t row = r.begin; row < r.end; ++row) {
-    const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
+    const acc_t* x = nullptr;
+    if constexpr (std::is_same_v<x_t, acc_t>) {  // what an add + norm of any dtypes is called with
+      if (r.n.residual) x = summed_row(r.n, row, x_copy);
+    }
+    if (!x) x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
     y_t* y = static_cast<y_t*>(r.n.y) + row * hidden;
     double sum = 0, squares = 0, rest = 0, unused;
     if (!r.n.rms) {
@@ -201,17 +280,18 @@ FUSEDOPS_ISA_INLINE void bwd_rows(const BwdRows<typename Lanes<x_t>::acc_t>& r) 
   using V = typename Lanes<x_t>::V;
   constexpr int kLanes = Lanes<x_t>::kLanes;
   const int64_t hidden = r.n.hidden;
-  std::vector<acc_t> x_copy, dy_copy;
+  std::vector<acc_t> x_copy, dy_copy, dx_copy(r.n.add ? hidden : 0);
+  const bool wants_dx = r.n.dx || r.n.dinput;
   if (r.dweight) std::fill_n(r.dweight, hidden, acc_t(0));
   if (r.dbias) std::fill_n(r.dbias, hidden, acc_t(0));
   for (int64_t row = r.begin; row < r.end; ++row) {
     const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
     const acc_t* dy = widen_row(static_cast<const dy_t*>(r.n.dy) + row * r.n.dy_stride, hidden, dy_copy);
-    x_t* dx = static_cast<x_t*>(r.n.dx) + (r.n.dx ? row * hidden : 0);
+    x_t* dx = r.n.dx && !r.n.add ? static_cast<x_t*>(r.n.dx) + row * hidden : nullptr;
     const acc_t mean = r.n.rms ? acc_t(0) : static_cast<const acc_t*>(r.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(r.n.rstd)[row];
     double sum_g = 0, sum_gx = 0;
-    if (r.n.dx) {
+    if (wants_dx) {
       sum_row<V, kLanes>(hidden, sum_g, sum_gx, [&](int64_t i, auto access, V& s, V& sx) {
         V g = access.load(dy + i);
         if (r.weight) g *= access.load(r.weight + i);
@@ -226,12 +306,18 @@ FUSEDOPS_ISA_INLINE void bwd_rows(const BwdRows<typename Lanes<x_t>::acc_t>& r) 
       const V xhat = (access.load(x + i) - mean) * rstd;
       if (r.dweight) access.store(r.dweight + i, access.load(r.dweight + i) + d * xhat);
       if (r.dbias) access.store(r.dbias + i, access.load(r.dbias + i) + d);
-      if (r.n.dx) {
+      if (wants_dx) {
         V g = d;
         if (r.weight) g *= access.load(r.weight + i);
-        access.store(dx + i, (g - mean_g - xhat * mean_gx) * rstd);
+        g = (g - mean_g - xhat * mean_gx) * rstd;
+        if (dx) {
+          access.store(dx + i, g);
+        } else {
+          access.store(dx_copy.data() + i, g);
+        }
       }
     });
+    if (r.n.add && wants_dx) store_summands(r.n, row, dx_copy.data());
   }
 }
 
@@ -354,7 +440,8 @@ void with_pair(DType x, DType y, const F& f) {
 }  // namespace
 
 void norm_fwd(const NormFwd& n) {
-  with_pair(n.x_dtype, n.y_dtype, [&](auto x, auto y) { run_fwd<decltype(x), decltype(y)>(n); });
+  const DType sum = n.x_dtype == DType::f64 ? DType::f64 : DType::f32;
+  with_pair(n.residual ? sum : n.x_dtype, n.y_dtype, [&](auto x, auto y) { run_fwd<decltype(x), decltype(y)>(n); });
 }
 
 void norm_bwd(const NormBwd& n) {

@@ -135,7 +135,7 @@ FUSEDOPS_ISA_INLINE double sum_lanes(const f64x8& v) {
 
 // f(type) with the element type of a run-time dtype.
 template <class F>
-auto with_dtype(DType dtype, F&& f) {
+FUSEDOPS_ISA_INLINE auto with_dtype(DType dtype, F&& f) {
   switch (dtype) {
     case DType::f16: return f(Half());
     case DType::bf16: return f(BFloat16());

@@ -2,6 +2,7 @@
 #include "norm_bwd.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "dispatch.h"
 #include "launch.h"
@@ -29,12 +30,13 @@ int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multi
 template <class x_t, class dy_t>
 bool is_aligned(const NormBwd& n) {
   constexpr int kVec = vec_width<x_t, dy_t>;
-  const auto fits = [&](const void* p, int size) {
-    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size) == 0;
+  const auto fits = [&](const void* p, DType dtype) {
+    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size_of(dtype)) == 0;
   };
   const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
-  return n.hidden % kVec == 0 && strided(n.x_stride) && strided(n.dy_stride) && fits(n.x, sizeof(x_t)) &&
-         fits(n.dy, sizeof(dy_t)) && fits(n.dx, sizeof(x_t)) && fits(n.weight, size_of(n.weight_dtype));
+  return n.hidden % kVec == 0 && strided(n.x_stride) && strided(n.dy_stride) && strided(n.dsum_stride) &&
+         fits(n.x, n.x_dtype) && fits(n.dy, n.dy_dtype) && fits(n.dsum, n.x_dtype) && fits(n.dx, n.dx_dtype) &&
+         fits(n.dinput, n.dinput_dtype) && fits(n.weight, n.weight_dtype);
 }
 
 // What a launch will look like; the workspace is sized by the same plan.
@@ -46,7 +48,11 @@ struct Plan {
   int partial_rows;
 };
 
+// The mixes that an add + norm has a staged kernel for: x and dy of one dtype, or an fp32 residual stream.
 template <class x_t, class dy_t>
+constexpr bool kStagedAdd = sizeof(x_t) != 8 && (std::is_same_v<x_t, dy_t> || sizeof(x_t) == 4);
+
+template <class x_t, class dy_t, bool kAdd>
 Plan make_plan(const NormBwd& n, const Device& device) {
   using acc_t = acc_of<x_t>;
   const int hidden = static_cast<int>(n.hidden);
@@ -54,12 +60,12 @@ Plan make_plan(const NormBwd& n, const Device& device) {
   const auto fits = [&](auto index) {
     constexpr Shape kShape = kShapes[decltype(index)::value];
     const int threads = round_up((hidden + kShape.elems - 1) / kShape.elems, kWarp);
-    if (threads > kBwdMaxThreads<x_t, dy_t, kShape.elems>) return false;
-    int groups = kBwdMaxThreads<x_t, dy_t, kShape.elems> / threads;
+    if (threads > kBwdMaxThreads<x_t, dy_t, kAdd, kShape.elems>) return false;
+    int groups = kBwdMaxThreads<x_t, dy_t, kAdd, kShape.elems> / threads;
     if (threads > kWarp) groups = std::min(groups, kMaxGroups);
     const int64_t tiles = (n.rows + kShape.rows - 1) / kShape.rows;
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
-    const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows> layout(threads);
+    const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows, kAdd> layout(threads);
     int stages = kMaxStages;
     while (stages > 0 && layout.bytes(groups, stages) > device.block_smem - kStaticSmem) --stages;
     if (stages < kShape.min_stages) return false;
@@ -71,7 +77,7 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     plan.smem = layout.bytes(groups, stages);
     return true;
   };
-  if (is_aligned<x_t, dy_t>(n)) {
+  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n)) {
     if (fits(Int<0>())) return plan;
     if constexpr (sizeof(acc_t) == 4) {
       if (fits(Int<1>()) || fits(Int<2>())) return plan;
@@ -88,24 +94,33 @@ Plan make_plan(const NormBwd& n, const Device& device) {
   return plan;
 }
 
+template <class x_t, class dy_t, bool kRms, bool kAdd>
+auto staged_kernel(int elems) {
+  auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[0].elems, kShapes[0].rows>;
+  if constexpr (sizeof(x_t) != 8) {
+    if (elems == kShapes[1].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[1].elems, kShapes[1].rows>;
+    if (elems == kShapes[2].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[2].elems, kShapes[2].rows>;
+  }
+  return kernel;
+}
+
 template <class x_t, class dy_t, bool kRms>
 cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   using acc_t = acc_of<x_t>;
   const Device device = current_device();
-  const Plan plan = make_plan<x_t, dy_t>(n, device);
+  const Plan plan = n.add ? make_plan<x_t, dy_t, true>(n, device) : make_plan<x_t, dy_t, false>(n, device);
   const int hidden = static_cast<int>(n.hidden);
   const BwdParams p{n, hidden, 1.0f / hidden, is_aligned<x_t, dy_t>(n), plan.stages, plan.partial_rows};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
   if (plan.elems) {
-    auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[0].elems, kShapes[0].rows>;
-    if constexpr (sizeof(acc_t) == 4) {
-      if (plan.elems == kShapes[1].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[1].elems, kShapes[1].rows>;
-      if (plan.elems == kShapes[2].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kShapes[2].elems, kShapes[2].rows>;
+    auto kernel = staged_kernel<x_t, dy_t, kRms, false>(plan.elems);
+    if constexpr (kStagedAdd<x_t, dy_t>) {
+      if (n.add) kernel = staged_kernel<x_t, dy_t, kRms, true>(plan.elems);
     }
     status = launch(kernel, p, plan.grid, plan.block, plan.smem, stream);
   } else {
-    if (n.dx) {
+    if (n.dx || n.dinput) {
       const int vecs = (p.hidden + vec_width<x_t, dy_t> - 1) / vec_width<x_t, dy_t>;
       const int threads = std::min(kBwdWideThreads, round_up(vecs, kWarp));
       const int resident = device.sms * (2 * kBwdWideThreads / threads);
@@ -129,7 +144,8 @@ int64_t norm_bwd_workspace(const NormBwd& n) {
   return with_float_pair(n.x_dtype, n.dy_dtype, [&](auto x, auto dy) -> int64_t {
     using x_t = typename decltype(x)::type;
     using dy_t = typename decltype(dy)::type;
-    const Plan plan = make_plan<x_t, dy_t>(n, current_device());
+    const Device device = current_device();
+    const Plan plan = n.add ? make_plan<x_t, dy_t, true>(n, device) : make_plan<x_t, dy_t, false>(n, device);
     return sums * plan.partial_rows * n.hidden * static_cast<int64_t>(sizeof(acc_of<x_t>));
   });
 }

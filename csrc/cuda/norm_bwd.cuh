@@ -8,6 +8,10 @@
 // which then writes one partial row; a second kernel adds the partial rows up in a fixed order.
 // Bytes per element: x + dy + dx. Rows that are too wide for that, or not aligned, are read twice by kernels of their
 // own.
+//
+// In an add + norm x is the sum that forward stored. A gradient dsum that it has from elsewhere is staged beside x and
+// dy and added to dx, which is then the residual's gradient; the input's is the same times what forward multiplied the
+// input with, and is written only where dropout or another dtype makes it another tensor.
 #pragma once
 
 #include "../norm.h"
@@ -26,23 +30,26 @@ struct BwdParams {
 };
 
 // Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
-template <class x_t, class dy_t, int kElems>
+template <class x_t, class dy_t, bool kAdd, int kElems>
 constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
-                               : kElems == 8                    ? (sizeof(x_t) == sizeof(dy_t) ? 1024 : 768)
+                               : kElems == 8                    ? (sizeof(x_t) == sizeof(dy_t) && !kAdd ? 1024 : 768)
                                : sizeof(x_t) == sizeof(dy_t)    ? 384
                                                                 : 320;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols]
-//   x, dy       [group][stage][row][cols] each; after the last row: acc_t [group][cols], the groups' sums
-template <class x_t, class dy_t, int kElems, int kRows>
+//   x, dy, dsum [group][stage][row][cols] each (dsum: in an add + norm); after the last row: acc_t [group][cols], the
+//   groups' sums
+template <class x_t, class dy_t, int kElems, int kRows, bool kAdd>
 struct BwdSmem {
   using acc_t = acc_of<x_t>;
   int cols;  // of a row, padded to what its threads hold
 
   __host__ __device__ explicit BwdSmem(int threads) : cols(threads * kElems) {}
   __host__ __device__ int weight_bytes() const { return cols * static_cast<int>(sizeof(acc_t)); }
-  __host__ __device__ int stage_bytes() const { return kRows * cols * static_cast<int>(sizeof(x_t) + sizeof(dy_t)); }
+  __host__ __device__ int stage_bytes() const {
+    return kRows * cols * static_cast<int>((kAdd ? 2 : 1) * sizeof(x_t) + sizeof(dy_t));
+  }
   __host__ __device__ int bytes(int groups, int stages) const {
     const int ring = stages * stage_bytes(), sums = weight_bytes();
     return weight_bytes() + groups * (ring > sums ? ring : sums);
@@ -69,10 +76,29 @@ __device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
   }
 }
 
+// Stores the gradients of both summands of a row of an add + norm; `dx` is that of the sum.
+template <int kN, class acc_t>
+__device__ inline void store_summands(const BwdParams& p, int64_t row, int col, bool aligned, acc_t (&dx)[kN]) {
+  const int64_t at = row * p.hidden + col;
+  const int left = p.hidden - col;
+  acc_t dinput[kN];
+#pragma unroll
+  for (int j = 0; j < kN; ++j) dinput[j] = dx[j];
+  if (p.n.dx) store_rounded(p.n.dx, p.n.dx_dtype, at, left, aligned, dx);
+  if (!p.n.dinput) return;
+  if (p.n.dropout.seed) {
+    acc_t factor[kN];
+    dropout_factors(p.n.dropout, row, col, factor);
+#pragma unroll
+    for (int j = 0; j < kN; ++j) dinput[j] *= factor[j];
+  }
+  store_rounded(p.n.dinput, p.n.dinput_dtype, at, left, aligned, dinput);
+}
+
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y groups, each with its own rows and barrier.
 // Every access is of a whole, aligned vector.
-template <class x_t, class dy_t, bool kRms, int kElems, int kRows>
-__global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd_kernel(const BwdParams p) {
+template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows>
+__global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) norm_bwd_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, dy_t>;
   constexpr int kVecs = kElems / kVec;
@@ -82,7 +108,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   unsigned char* smem = dynamic_smem();
   __shared__ acc_t exchange[2][kMaxWarps][kSums];
 
-  const BwdSmem<x_t, dy_t, kElems, kRows> layout(blockDim.x);
+  const BwdSmem<x_t, dy_t, kElems, kRows, kAdd> layout(blockDim.x);
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int slots = blockDim.x * kVecs;  // vectors of a row
   // A warp's columns lie together: a thread's vectors are a constant apart.
@@ -95,6 +121,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
   const auto dy_slot = [&](int stage, int q, int i) {
     unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * sizeof(x_t);
     return reinterpret_cast<DyVec*>(base) + q * slots + slot + i * kWarp;
+  };
+  const auto dsum_slot = [&](int stage, int q, int i) {
+    unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * (sizeof(x_t) + sizeof(dy_t));
+    return reinterpret_cast<XVec*>(base) + q * slots + slot + i * kWarp;
   };
   const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
 
@@ -116,6 +146,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
           if (column(i) >= p.hidden) continue;
           start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + column(i));
           start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + column(i));
+          if (kAdd && p.n.dsum) {
+            const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + (row + q) * p.n.dsum_stride;  // [hidden]
+            start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + column(i));
+          }
         }
       }
     }
@@ -191,14 +225,14 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
     row_sum_each(sums, &exchange[turn][group * warps], warps, group + 1);
     turn ^= 1;
 
-    if (p.n.dx) {
+    if (p.n.dx || (kAdd && p.n.dinput)) {
 #pragma unroll
       for (int q = 0; q < kRows; ++q) {
         if (q < tile_rows) {
           x_t* dx_row = static_cast<x_t*>(p.n.dx) + (row + q) * p.hidden;  // [hidden]
           const acc_t mean_gx = sums[q] * inverse_hidden;
           const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
-#pragma unroll
+#pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
             const auto x = load<XVec>(x_slot(stage, q, i));
             const auto dy = load<DyVec>(dy_slot(stage, q, i));
@@ -209,9 +243,19 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kElems>, 1) norm_bwd
               const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
               dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - xhat * mean_gx);
             }
-            XVec out;
-            narrow(dx, out);
-            if (column(i) < p.hidden) store(dx_row + column(i), out);
+            if (column(i) >= p.hidden) continue;
+            if constexpr (kAdd) {
+              if (p.n.dsum) {
+                const auto dsum = load<XVec>(dsum_slot(stage, q, i));
+#pragma unroll
+                for (int j = 0; j < kVec; ++j) dx[j] += widen(dsum.v[j]);
+              }
+              store_summands(p, row + q, column(i), true, dx);
+            } else {
+              XVec out;
+              narrow(dx, out);
+              store(dx_row + column(i), out);
+            }
           }
         }
       }
@@ -324,7 +368,18 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
       read(i, xhat, g);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) g[j] = rstd * (g[j] - mean_g - xhat[j] * mean_gx);
-      store_row<x_t, kVec>(dx_row, i * kVec, p.hidden - i * kVec, p.aligned, g);
+      const int col = i * kVec, left = p.hidden - col;
+      if (!p.n.add) {
+        store_row<x_t, kVec>(dx_row, col, left, p.aligned, g);
+        continue;
+      }
+      if (p.n.dsum) {
+        const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
+        const auto dsum = load_row<x_t, kVec>(dsum_row, col, left, p.aligned);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) g[j] += widen(dsum.v[j]);
+      }
+      store_summands(p, row, col, p.aligned, g);
     }
   }
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "dispatch.h"
 #include "launch.h"
@@ -16,14 +17,15 @@ constexpr int kWideThreads = 1024;
 
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-template <class x_t, class y_t>
+template <int kVec>
 bool is_aligned(const NormFwd& n) {
-  constexpr int kVec = vec_width<x_t, y_t>;
-  const auto fits = [&](const void* p, int size) {
-    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size) == 0;
+  const auto fits = [&](const void* p, DType dtype) {
+    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size_of(dtype)) == 0;
   };
-  return n.hidden % kVec == 0 && (n.rows == 1 || n.x_stride % kVec == 0) && fits(n.x, sizeof(x_t)) &&
-         fits(n.y, sizeof(y_t)) && fits(n.weight, size_of(n.weight_dtype)) && fits(n.bias, size_of(n.bias_dtype));
+  const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
+  return n.hidden % kVec == 0 && strided(n.x_stride) && fits(n.x, n.x_dtype) && fits(n.y, n.y_dtype) &&
+         fits(n.weight, n.weight_dtype) && fits(n.bias, n.bias_dtype) && strided(n.residual_stride) &&
+         fits(n.residual, n.residual_dtype) && fits(n.sum, n.sum_dtype);
 }
 
 // Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle; six where
@@ -35,30 +37,61 @@ int vectors_a_thread(int vecs, int most) {
   return vecs % (3 * kWarp) == 0 && vecs % (4 * kWarp) != 0 ? 3 : 4;
 }
 
-template <class x_t, class y_t, bool kRms>
-cudaError_t launch_fwd(const NormFwd& n, cudaStream_t stream) {
+// One read of rows in registers, where they fit; false: they do not.
+template <class Row, bool kRms>
+bool launch_rows(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
   const int hidden = static_cast<int>(n.hidden);
-  FwdParams p{n, hidden, 1.0f / hidden, is_aligned<x_t, y_t>(n), false};
   const auto grid_for = [&](int rows) { return (n.rows + rows - 1) / rows; };
-  const int vecs = (hidden + vec_width<x_t, y_t> - 1) / vec_width<x_t, y_t>;
-  const int held = vectors_a_thread(vecs, kFwdVecs<x_t, y_t>);
+  const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
+  const int held = vectors_a_thread(vecs, kFwdVecs<Row>);
   const int threads = round_up((vecs + held - 1) / held, kWarp);
   const int rows = threads == kWarp ? kNarrowRows : 1;
   const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);
-  if (p.aligned && one_dtype && threads <= kFwdThreads<x_t> && grid_for(rows) <= INT_MAX) {
-    const auto kernel = held == 1   ? norm_fwd_kernel<x_t, y_t, kRms, 1>
-                        : held == 2 ? norm_fwd_kernel<x_t, y_t, kRms, 2>
-                        : held == 3 ? norm_fwd_kernel<x_t, y_t, kRms, 3>
-                        : held == 4 ? norm_fwd_kernel<x_t, y_t, kRms, 4>
-                                    : norm_fwd_kernel<x_t, y_t, kRms, kFwdVecs<x_t, y_t>>;
-    return launch(kernel, p, dim3(static_cast<unsigned>(grid_for(rows))), dim3(threads, rows), 0, stream);
-  }
+  if (!is_aligned<Row::kVec>(n) || !one_dtype || threads > kFwdThreads<Row> || grid_for(rows) > INT_MAX) return false;
+  const auto kernel = held == 1   ? norm_fwd_kernel<Row, kRms, 1>
+                      : held == 2 ? norm_fwd_kernel<Row, kRms, 2>
+                      : held == 3 ? norm_fwd_kernel<Row, kRms, 3>
+                      : held == 4 ? norm_fwd_kernel<Row, kRms, 4>
+                                  : norm_fwd_kernel<Row, kRms, kFwdVecs<Row>>;
+  const FwdParams p{n, hidden, 1.0f / hidden, true, false};
+  status = launch(kernel, p, dim3(static_cast<unsigned>(grid_for(rows))), dim3(threads, rows), 0, stream);
+  return true;
+}
+
+template <class Row, bool kRms>
+cudaError_t launch_wide(const NormFwd& n, cudaStream_t stream) {
+  const int hidden = static_cast<int>(n.hidden);
+  FwdParams p{n, hidden, 1.0f / hidden, is_aligned<Row::kVec>(n), false};
+  const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
   const int reserve = 1 << 10;  // static shared memory and the driver's own
-  const int64_t row_bytes = vecs * static_cast<int64_t>(vec_width<x_t, y_t> * sizeof(x_t));
+  const int64_t row_bytes = vecs * static_cast<int64_t>(sizeof(typename Row::Kept));
   p.staged = row_bytes + reserve <= current_device().block_smem;
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, INT_MAX)));
-  return launch(norm_fwd_wide_kernel<x_t, y_t, kRms>, p, grid, dim3(std::min(kWideThreads, round_up(vecs, kWarp))),
+  return launch(norm_fwd_wide_kernel<Row, kRms>, p, grid, dim3(std::min(kWideThreads, round_up(vecs, kWarp))),
                 p.staged ? row_bytes : 0, stream);
+}
+
+template <class x_t, class y_t, bool kRms>
+cudaError_t launch_norm(const NormFwd& n, cudaStream_t stream) {
+  using Row = InputRow<x_t, y_t>;
+  cudaError_t status;
+  return launch_rows<Row, kRms>(n, stream, status) ? status : launch_wide<Row, kRms>(n, stream);
+}
+
+// Rows in registers are compiled for what models use: 16-bit input, output and parameters of a 16-bit or an fp32
+// residual stream, or fp32 throughout. Any other mix takes the wide kernel.
+template <class x_t, class y_t, bool kRms>
+cudaError_t launch_sum(const NormFwd& n, cudaStream_t stream) {
+  cudaError_t status;
+  if constexpr (std::is_same_v<x_t, y_t> && sizeof(x_t) != 8) {
+    if (n.residual_dtype == n.sum_dtype) {
+      if (n.sum_dtype == n.x_dtype && launch_rows<SumRow<x_t, x_t, y_t>, kRms>(n, stream, status)) return status;
+      if constexpr (sizeof(x_t) == 2) {
+        if (n.sum_dtype == DType::f32 && launch_rows<SumRow<x_t, float, y_t>, kRms>(n, stream, status)) return status;
+      }
+    }
+  }
+  return launch_wide<MixedSumRow<acc_of<x_t>, y_t>, kRms>(n, stream);
 }
 
 }  // namespace
@@ -66,7 +99,10 @@ cudaError_t launch_fwd(const NormFwd& n, cudaStream_t stream) {
 const char* norm_fwd(const NormFwd& n, cudaStream_t stream) {
   return describe(with_float_pair(n.x_dtype, n.y_dtype, [&](auto x, auto y) {
     return with_bool(n.rms, [&](auto rms) {
-      return launch_fwd<typename decltype(x)::type, typename decltype(y)::type, decltype(rms)::value>(n, stream);
+      using x_t = typename decltype(x)::type;
+      using y_t = typename decltype(y)::type;
+      constexpr bool kRms = decltype(rms)::value;
+      return n.residual ? launch_sum<x_t, y_t, kRms>(n, stream) : launch_norm<x_t, y_t, kRms>(n, stream);
     });
   }));
 }

@@ -2,21 +2,21 @@
 //
 // A row is read once, 16 bytes a thread and access, and stays in registers; squares are summed about a warp's own mean,
 // so a large mean costs no accuracy. Bytes per element: x + y. Rows wider than the registers of a block, and rows that
-// are not aligned, are kept in shared memory, or read again where that is too small as well.
+// are not aligned, are kept in shared memory, or read again where that is too small as well. Where a row comes from is
+// norm_rows.cuh's business.
 #pragma once
 
-#include "../norm.h"
+#include "norm_rows.cuh"
 #include "reduce.cuh"
-#include "vec.cuh"
 
 namespace fusedops::cuda {
 
-// Threads at most of a row in registers: 64 registers each; 128 where the registers hold fp64.
-template <class x_t>
-constexpr int kFwdThreads = sizeof(x_t) == 8 ? 512 : 1024;
+// Threads at most of a row in registers: 64 registers each; 128 where they hold fp64 or two rows and random bits.
+template <class Row>
+constexpr int kFwdThreads = sizeof(typename Row::acc_t) == 8 || Row::kStores ? 512 : 1024;
 // 16-byte vectors a thread holds at most: four, or six of four elements.
-template <class x_t, class y_t>
-constexpr int kFwdVecs = vec_width<x_t, y_t> == 4 ? 6 : 4;
+template <class Row>
+constexpr int kFwdVecs = Row::kVec == 4 ? 6 : 4;
 
 struct FwdParams {
   NormFwd n;
@@ -70,13 +70,13 @@ __device__ inline acc_t join_warps(acc_t (*exchange)[2], acc_t inverse_hidden, C
 //
 // Instructions are the limit in 16 bits, not loads under way: with strided columns, a test at each access and
 // parameters of any dtype, 8192 x 2048 bf16 ran at 66 % of the copy; so it runs at 89 % (H200).
-template <bool kRms, bool kWhole, class param_t, class x_t, class y_t, int kVecs>
-__device__ inline void norm_row(const FwdParams& p, int64_t row, acc_of<x_t> (*exchange)[2]) {
-  using acc_t = acc_of<x_t>;
-  constexpr int kVec = vec_width<x_t, y_t>;
+template <bool kRms, bool kWhole, class param_t, class Row, int kVecs>
+__device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::acc_t (*exchange)[2]) {
+  using acc_t = typename Row::acc_t;
+  using y_t = typename Row::y_t;
+  constexpr int kVec = Row::kVec;
   constexpr int kApart = kWarp * kVec;      // columns from one vector of a thread to the next
   constexpr int kColumns = kVecs * kApart;  // of a warp
-  using XVec = Vec<x_t, kVec>;
   const int warp = threadIdx.x / kWarp;
   const int first = warp * kColumns + threadIdx.x % kWarp * kVec;
   const int left = p.hidden - first;
@@ -84,23 +84,24 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, acc_of<x_t> (*e
   const auto count = [&](int w) { return kWhole ? kColumns : min(max(p.hidden - w * kColumns, 0), kColumns); };
   const auto inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
 
-  const x_t* x_at = static_cast<const x_t*>(p.n.x) + row * p.n.x_stride + first;
-  XVec x[kVecs];
+  const Row source(p.n, row);
+  typename Row::Loaded loaded[kVecs];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (valid(i)) {
-      x[i] = load_once<XVec>(x_at + i * kApart);
+      loaded[i] = source.load(first + i * kApart);
     } else {
-      memset(&x[i], 0, sizeof x[i]);
+      memset(&loaded[i], 0, sizeof loaded[i]);
     }
   }
   acc_t c[kVecs][kVec];  // the row; then its distance from the warp's mean
   acc_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
+    const auto x = source.take(loaded[i], first + i * kApart, valid(i));
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      c[i][j] = widen(x[i].v[j]);
+      c[i][j] = widen(x.v[j]);
       if constexpr (!kRms) sum += c[i][j];
     }
   }
@@ -152,21 +153,23 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, acc_of<x_t> (*e
 }
 
 // A row a block, or blockDim.y rows of a warp each.
-template <class x_t, class y_t, bool kRms, int kVecs>
-__global__ void __launch_bounds__(kFwdThreads<x_t>, 1) norm_fwd_kernel(const FwdParams p) {
-  __shared__ acc_of<x_t> exchange[kFwdThreads<x_t> / kWarp][2];
+template <class Row, bool kRms, int kVecs>
+__global__ void __launch_bounds__(kFwdThreads<Row>, 1) norm_fwd_kernel(const FwdParams p) {
+  using acc_t = typename Row::acc_t;
+  __shared__ acc_t exchange[kFwdThreads<Row> / kWarp][2];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.n.rows) return;  // a warp leaves as one, and only where no barrier follows
-  const bool whole = static_cast<int>(blockDim.x) * kVecs * vec_width<x_t, y_t> == p.hidden;
+  // Sums move twice the bytes for few more instructions: there the test at each access costs no time, only its code.
+  const bool whole = !Row::kStores && static_cast<int>(blockDim.x) * kVecs * Row::kVec == p.hidden;
   const auto with_params_of = [&](auto example) {
     using param_t = decltype(example);
     if (whole) {
-      norm_row<kRms, true, param_t, x_t, y_t, kVecs>(p, row, exchange);
+      norm_row<kRms, true, param_t, Row, kVecs>(p, row, exchange);
     } else {
-      norm_row<kRms, false, param_t, x_t, y_t, kVecs>(p, row, exchange);
+      norm_row<kRms, false, param_t, Row, kVecs>(p, row, exchange);
     }
   };
-  if constexpr (sizeof(acc_of<x_t>) == 8) {
+  if constexpr (sizeof(acc_t) == 8) {
     with_params_of(double());
   } else {
     if (p.n.weight_dtype == DType::f32) with_params_of(float());
@@ -197,38 +200,40 @@ __device__ inline void write_y(const FwdParams& p, y_t* y_row, int col, acc_t rs
 
 // One block a row of any width, alignment and parameters. Each thread keeps its own columns in shared memory, so no
 // barrier guards them.
-template <class x_t, class y_t, bool kRms>
+template <class Row, bool kRms>
 __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams p) {
-  using acc_t = acc_of<x_t>;
-  constexpr int kVec = vec_width<x_t, y_t>;
-  using XVec = Vec<x_t, kVec>;
+  using acc_t = typename Row::acc_t;
+  using Kept = typename Row::Kept;
+  constexpr int kVec = Row::kVec;
   unsigned char* smem = dynamic_smem();
-  XVec* stage = reinterpret_cast<XVec*>(smem);
+  Kept* stage = reinterpret_cast<Kept*>(smem);
   __shared__ acc_t buffers[2][kMaxWarps];
   RowSum<acc_t> row_sum{buffers, static_cast<int>(blockDim.x) / kWarp};
   const int vecs = (p.hidden + kVec - 1) / kVec;
 
   for (int64_t row = blockIdx.x; row < p.n.rows; row += gridDim.x) {
-    const x_t* x_row = static_cast<const x_t*>(p.n.x) + row * p.n.x_stride;  // [hidden]
-    y_t* y_row = static_cast<y_t*>(p.n.y) + row * p.hidden;                  // [hidden]
-    const auto read = [&](int i) { return load_row<x_t, kVec>(x_row, i * kVec, p.hidden - i * kVec, p.aligned); };
+    const Row source(p.n, row);
+    auto* y_row = static_cast<typename Row::y_t*>(p.n.y) + row * p.hidden;  // [hidden]
+    const auto read = [&](int i) {
+      return p.staged ? stage[i] : source.read_again(i * kVec, p.hidden - i * kVec, p.aligned);
+    };
     acc_t sum = 0;
-    if (p.staged || !kRms) {
+    if (p.staged || !kRms || Row::kStores) {
 #pragma unroll 2
       for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-        const XVec v = read(i);
-        if (p.staged) stage[i] = v;
+        const Kept x = source.read(i * kVec, p.hidden - i * kVec, p.aligned);
+        if (p.staged) stage[i] = x;
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sum += widen(v.v[j]);
+        for (int j = 0; j < kVec; ++j) sum += widen(x.v[j]);
       }
     }
     const acc_t mean = kRms ? acc_t(0) : row_sum(sum) / p.hidden;
     acc_t squares = 0;
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-      const XVec v = p.staged ? stage[i] : read(i);
+      const Kept x = read(i);
       for_valid<kVec>(p.hidden - i * kVec, [&](int j) {
-        const acc_t d = widen(v.v[j]) - mean;
+        const acc_t d = widen(x.v[j]) - mean;
         squares += d * d;
       });
     }
@@ -236,11 +241,11 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     write_stats<kRms>(p, row, mean, rstd);
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-      const XVec v = p.staged ? stage[i] : read(i);
+      const Kept x = read(i);
       acc_t centred[kVec];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) centred[j] = widen(v.v[j]) - mean;
-      write_y<y_t>(p, y_row, i * kVec, rstd, centred);
+      for (int j = 0; j < kVec; ++j) centred[j] = widen(x.v[j]) - mean;
+      write_y(p, y_row, i * kVec, rstd, centred);
     }
   }
 }

@@ -142,7 +142,8 @@ __device__ inline void store_row(T* row, int col, int left, bool aligned, const 
   }
 }
 
-// ---- parameters: their dtype is known at run time only, the same for all threads ----------------------------------
+// ---- dtypes that are known at run time only, the same for all threads: parameters, and the tensors of rare mixes
+// ------
 
 __device__ inline double load_element(const void* p, DType dtype, int64_t at, double) {
   return static_cast<const double*>(p)[at];
@@ -187,6 +188,44 @@ __device__ inline void load_param(const void* p, DType, int col, int left, bool 
   if (aligned && left > 0) return load_param_as<double>(p, col, out);
 #pragma unroll
   for (int j = 0; j < kN; ++j) out[j] = j < left ? static_cast<const double*>(p)[col + j] : 0.0;
+}
+
+// Rounds kN values to T, stores them from element `at` on, and leaves what was stored.
+template <class T, int kN, class acc_t>
+__device__ inline void store_rounded_as(void* p, int64_t at, int left, bool aligned, acc_t (&x)[kN]) {
+  constexpr int kPart = kN * sizeof(T) > 16 ? 16 / sizeof(T) : kN;
+  T* out = static_cast<T*>(p) + at;
+#pragma unroll
+  for (int part = 0; part < kN; part += kPart) {
+    Vec<T, kPart> v;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) narrow(x[part + j], v.v[j]);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) x[part + j] = widen(v.v[j]);
+    if (aligned) {
+      if (left > 0) store(out + part, v);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        if (part + j < left) out[part + j] = v.v[j];
+      }
+    }
+  }
+}
+template <int kN>
+__device__ inline void store_rounded(void* p, DType dtype, int64_t at, int left, bool aligned, float (&x)[kN]) {
+  if (dtype == DType::f32) return store_rounded_as<float>(p, at, left, aligned, x);
+  if (dtype == DType::bf16) return store_rounded_as<__nv_bfloat16>(p, at, left, aligned, x);
+  store_rounded_as<__half>(p, at, left, aligned, x);
+}
+template <int kN>
+__device__ inline void store_rounded(void* p, DType, int64_t at, int left, bool aligned, double (&x)[kN]) {
+  store_rounded_as<double>(p, at, left, aligned, x);
+}
+
+// The row that starts at element `at` of a tensor.
+__device__ inline const void* row_at(const void* p, DType dtype, int64_t at) {
+  return static_cast<const char*>(p) + at * size_of(dtype);
 }
 
 }  // namespace fusedops::cuda

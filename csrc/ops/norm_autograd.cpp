@@ -4,43 +4,19 @@
 //
 //   x̂ = (x - mean)·rstd,  g = dy·w   (RMSNorm: no mean; w + weight_offset)
 //   dx = rstd·(g - mean(g) - x̂·mean(g·x̂)),  dweight = Σ_rows dy·x̂,  dbias = Σ_rows dy
+#include "norm_autograd.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "norm.h"
 
 namespace fusedops {
 
-namespace {
-
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
-using OptDtype = std::optional<at::ScalarType>;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-bool given(const OptTensor& t) { return t && t->defined(); }
-
-bool wants_grad(const OptTensor& t) { return given(t) && t->requires_grad(); }
-
-bool is_dual(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
-
-// Python takes plain torch for dual tensors; whoever gets here otherwise (an exported program) must not get tangents
-// of zero.
-template <class... Parameters>
-void refuse_forward_mode(const char* op, const Tensor& input, const Parameters&... parameters) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !is_dual(input) && !(is_dual(parameters.value_or(Tensor())) || ...), op,
-      ": forward-mode derivatives: expected none in a graph of the native op, got dual tensors");
-}
-
-// dx, dweight, dbias as differentiable functions of dy, x and weight: the statistics are computed anew, because
-// the saved ones are constants to autograd and would drop their part of the second derivative.
 variable_list differentiable_bwd(bool rms, const Tensor& dy, const Tensor& x, const OptTensor& weight, size_t row_dims,
                                  double eps, double weight_offset, std::array<bool, 3> mask, OptDtype bias_dtype) {
-  const auto acc = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto acc = stats_dtype(x.scalar_type());
   std::vector<int64_t> inner, lead;
   for (int64_t d = 0; d < x.dim(); ++d) (d + static_cast<int64_t>(row_dims) < x.dim() ? lead : inner).push_back(d);
   const auto sum_rows = [&](const Tensor& t) { return lead.empty() ? t : t.sum(lead); };
@@ -54,17 +30,16 @@ variable_list differentiable_bwd(bool rms, const Tensor& dy, const Tensor& x, co
     const Tensor g = given(weight) ? dyf * (weight->to(acc) + weight_offset) : dyf;
     Tensor inside = g - xhat * (g * xhat).mean(inner, /*keepdim=*/true);
     if (!rms) inside = inside - g.mean(inner, /*keepdim=*/true);
-    grads[0] = (rstd * inside).to(x.scalar_type());
+    grads[0] = rstd * inside;
   }
   if (mask[1]) grads[1] = sum_rows(dyf * xhat).to(weight->scalar_type());
   if (mask[2]) grads[2] = sum_rows(dyf).to(bias_dtype.value_or(acc));
   return grads;
 }
 
-std::vector<c10::SymInt> row_shape(const Tensor& input, int64_t row_dims) {
-  const auto sizes = input.sym_sizes();
-  return sizes.slice(sizes.size() - row_dims).vec();
-}
+namespace {
+
+Tensor rounded(const Tensor& dx, const Tensor& input) { return dx.defined() ? dx.to(input.scalar_type()) : dx; }
 
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
   static constexpr bool is_traceable = true;
@@ -92,7 +67,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     if (at::GradMode::is_enabled()) {
       auto d = differentiable_bwd(false, grads[0], input, weight, row_dims, ctx->saved_data["eps"].toDouble(), 0.0,
                                   mask, bias_dtype);
-      return {d[0], Tensor(), d[1], d[2], Tensor(), Tensor()};
+      return {rounded(d[0], input), Tensor(), d[1], d[2], Tensor(), Tensor()};
     }
     auto [dx, dweight, dbias] =
         layer_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], saved[3], mask, bias_dtype);
@@ -123,7 +98,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
     if (at::GradMode::is_enabled()) {
       auto d = differentiable_bwd(true, grads[0], input, weight, row_dims, ctx->saved_data["eps"].toDouble(),
                                   weight_offset, {mask[0], mask[1], false}, {});
-      return {d[0], Tensor(), d[1], Tensor(), Tensor(), Tensor()};
+      return {rounded(d[0], input), Tensor(), d[1], Tensor(), Tensor(), Tensor()};
     }
     auto [dx, dweight] =
         rms_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], weight_offset, mask);

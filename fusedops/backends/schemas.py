@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.add_norm import add_layer_norm_reference, add_rms_norm_reference
+from ..ops.dropout import dropout_factor
 from ..ops.norm import layer_norm_reference, rms_norm_reference
 
 SCHEMAS = (
@@ -26,15 +28,40 @@ SCHEMAS = (
     "ScalarType? out_dtype) -> (Tensor y, Tensor rstd)",
     "rms_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor rstd, "
     "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)",
+    "dropout_seed(Tensor like) -> Tensor",
+    "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+    "Tensor? bias=None, float eps=1e-05, float dropout_p=0., ScalarType? out_dtype=None, "
+    "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+    "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+    "float eps, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+    "(Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)",
+    "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
+    "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool[4] output_mask, "
+    "ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
+    "(Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
+    "float eps=1e-06, float weight_offset=0., float dropout_p=0., ScalarType? out_dtype=None, "
+    "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+    "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
+    "float weight_offset, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+    "(Tensor y, Tensor residual_out, Tensor rstd)",
+    "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
+    "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool[3] output_mask, "
+    "ScalarType input_dtype, ScalarType residual_dtype) -> (Tensor dinput, Tensor dresidual, Tensor dweight)",
 )
+# Ops that draw random numbers themselves.
+RANDOM = ("dropout_seed", "add_layer_norm", "add_rms_norm")
 
 
 def define() -> torch.library.Library:
     """Define the ops over plain PyTorch; they exist as long as the returned library does."""
     library = torch.library.Library("fusedops", "DEF")
     for schema in SCHEMAS:
-        name = library.define(schema)
-        library.impl(name, _IMPLEMENTATIONS[name.rpartition("::")[2]], "CompositeImplicitAutograd")
+        name = schema.partition("(")[0]
+        library.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if name in RANDOM else ())
+        # A seed is drawn by an op of its own in compiled graphs too: PyTorch's draw would be the compiler's.
+        key = "CompositeExplicitAutograd" if name == "dropout_seed" else "CompositeImplicitAutograd"
+        library.impl(name, _IMPLEMENTATIONS[name], key)
     return library
 
 
@@ -97,6 +124,72 @@ def _rms_norm_bwd(
     return _bwd(dy, input, shape, weight, None, rstd, weight_offset, (*mask, False), None)[:2]
 
 
+def _dropout_seed(like: Tensor) -> Tensor:
+    return like.new_empty(2, dtype=torch.int64).random_()
+
+
+def _add_layer_norm_fwd(
+    input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float,
+    seed: Tensor | None, dropout_p: float, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    p = 0.0 if seed is None else dropout_p
+    y, total = add_layer_norm_reference(
+        input, residual, shape, weight, bias, eps, p, out_dtype, residual_dtype, seed=seed
+    )
+    return y, total, *_statistics(total, shape, eps, True)
+
+
+def _add_rms_norm_fwd(
+    input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float,
+    seed: Tensor | None, dropout_p: float, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    p = 0.0 if seed is None else dropout_p
+    y, total = add_rms_norm_reference(
+        input, residual, shape, weight, eps, weight_offset, p, out_dtype, residual_dtype, seed=seed
+    )
+    return y, total, _statistics(total, shape, eps, False)[1]
+
+
+def _add_bwd(
+    dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, mean: Tensor | None,
+    rstd: Tensor, weight_offset: float, seed: Tensor | None, p: float, mask: Sequence[bool],
+    input_dtype: torch.dtype, residual_dtype: torch.dtype, bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dinput, dresidual, dweight and dbias; what the mask leaves out is empty, as is a copy of dresidual."""
+    acc = torch.promote_types(total.dtype, torch.float32)
+    need = (mask[0] or mask[1], *mask[2:])
+    dx, dweight, dbias = _bwd(dy, total.to(acc), shape, weight, mean, rstd, weight_offset, need, bias_dtype)
+    dinput = dresidual = total.new_empty(0)
+    dx = dx if dsum is None or not need[0] else dx + dsum
+    if mask[1]:
+        dresidual = dx.to(residual_dtype)
+    if mask[0] and not (mask[1] and seed is None and input_dtype is residual_dtype):
+        factor = 1.0 if seed is None else dropout_factor(seed, p, total.shape, len(shape), acc)
+        dinput = (dx * factor).to(input_dtype)
+    return dinput, dresidual, dweight, dbias
+
+
+def _add_layer_norm_bwd(
+    dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, mean: Tensor,
+    rstd: Tensor, seed: Tensor | None, p: float, mask: Sequence[bool], input_dtype: torch.dtype,
+    residual_dtype: torch.dtype, bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _add_bwd(
+        dy, dsum, total, shape, weight, mean, rstd, 0.0, seed, p, mask, input_dtype, residual_dtype, bias_dtype
+    )
+
+
+def _add_rms_norm_bwd(
+    dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, rstd: Tensor,
+    weight_offset: float, seed: Tensor | None, p: float, mask: Sequence[bool], input_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _add_bwd(
+        dy, dsum, total, shape, weight, None, rstd, weight_offset, seed, p, (*mask, False), input_dtype,
+        residual_dtype, None,
+    )[:3]  # fmt: skip
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm_reference,
     "layer_norm_fwd": _layer_norm_fwd,
@@ -104,4 +197,11 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm_reference,
     "rms_norm_fwd": _rms_norm_fwd,
     "rms_norm_bwd": _rms_norm_bwd,
+    "dropout_seed": _dropout_seed,
+    "add_layer_norm": add_layer_norm_reference,
+    "add_layer_norm_fwd": _add_layer_norm_fwd,
+    "add_layer_norm_bwd": _add_layer_norm_bwd,
+    "add_rms_norm": add_rms_norm_reference,
+    "add_rms_norm_fwd": _add_rms_norm_fwd,
+    "add_rms_norm_bwd": _add_rms_norm_bwd,
 }

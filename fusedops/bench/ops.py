@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,9 +87,9 @@ class _Bench:
     spec: OpSpec
     case: Case
     sample: Sample
-    grad: Tensor
+    grad: Any  # as the output: one tensor, or a tuple
     tiny: Sample
-    tiny_grad: Tensor
+    tiny_grad: Any
 
 
 def _run_shape(spec: OpSpec, dtypes: str, shape: tuple[int, ...], options: Options) -> Iterator[Record]:
@@ -136,27 +136,37 @@ def _make(spec: OpSpec, dtypes: str, shape: tuple[int, ...], device: torch.devic
     normalized = min(1, next(iter(spec.cases("quick"))).normalized)  # 0: an op that takes no normalized_shape
     case = Case((rows, *shape[1:]), normalized, kinds)
     sample = testing.make_sample(spec, case, str(device))
-    grad = testing.make_grad(case, spec.reference(**sample.kwargs).detach())
+    grad = _grad(spec, case, sample)
     tiny_case = Case((_HOST_ROWS, hidden), normalized, kinds)
     tiny = testing.make_sample(spec, tiny_case, str(device))
-    tiny_grad = testing.make_grad(tiny_case, spec.reference(**tiny.kwargs).detach())
-    return _Bench(spec, case, *_enlarge(sample, grad, shape[0]), tiny, tiny_grad)
+    return _Bench(spec, case, *_enlarge(spec, sample, grad, shape[0]), tiny, _grad(spec, tiny_case, tiny))
 
 
-def _enlarge(sample: Sample, grad: Tensor, rows: int) -> tuple[Sample, Tensor]:
+def _grad(spec: OpSpec, case: Case, sample: Sample) -> Any:
+    with torch.no_grad():
+        return testing.make_grad(case, spec.reference(**sample.kwargs))
+
+
+def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
+
+
+def _enlarge(spec: OpSpec, sample: Sample, grad: Any, rows: int) -> tuple[Sample, Any]:
     """Draw ``rows`` rows at random from those of the sample; making as many new ones takes longer than timing them."""
-    before = sample.kwargs["input"].shape[0]
+    before, device = sample.kwargs["input"].shape[0], sample.kwargs["input"].device
     if rows == before:
         return sample, grad
-    index = torch.randint(before, (rows,), device=grad.device)
-    index[:before] = torch.arange(before, device=grad.device)
+    index = torch.randint(before, (rows,), device=device)
+    index[:before] = torch.arange(before, device=device)
+    parameters = set(sample.grads) - {"input", *spec.like_input}
     kwargs = {
         name: value.detach()[index].requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor) and name not in sample.grads[1:]
+        if isinstance(value, Tensor) and name not in parameters
         else value
         for name, value in sample.kwargs.items()
     }
-    return Sample(kwargs, sample.grads), grad[index[torch.randperm(rows, device=grad.device)]]
+    order = index[torch.randperm(rows, device=device)]
+    return replace(sample, kwargs=kwargs), _each(lambda one: one[order], grad)
 
 
 def _truth(bench: _Bench) -> dict[str, Tensor]:
@@ -164,7 +174,8 @@ def _truth(bench: _Bench) -> dict[str, Tensor]:
     kwargs: dict[str, Any] = {**bench.sample.kwargs, **bench.spec.defaults(bench.sample.kwargs)}
     for name in bench.sample.grads:
         kwargs[name] = kwargs[name].detach().double().requires_grad_()
-    return testing.run(bench.spec.reference, Sample(kwargs, bench.sample.grads), lambda _: bench.grad.double())
+    wide = replace(bench.sample, kwargs=kwargs)
+    return testing.run(bench.spec.reference, wide, lambda _: _each(Tensor.double, bench.grad))
 
 
 def _contend(
@@ -175,7 +186,7 @@ def _contend(
     found: dict[str, Record] = {}
     for direction in options.directions:
         # A backward pass that starts from a wrong forward pass proves nothing.
-        wrong = [text for part, text in problems.items() if direction == "bwd" or part == "output"]
+        wrong = [text for part, text in problems.items() if direction == "bwd" or part in bench.spec.outputs]
         found[direction] = {"status": "FAIL", "reason": "; ".join(wrong)} if wrong else {
             "status": "ok", **_time(bench, function, direction, options)
         }  # fmt: skip
@@ -196,8 +207,8 @@ def _problems(bench: _Bench, function: peers.Function, truth: dict[str, Tensor],
             problems[part] = f"{part} is off by {error:.1e} of its norm"
     if backend is not None and not problems:
         case = bench.case
-        sample = testing.make_sample(bench.spec, case, str(bench.grad.device))
-        grad = testing.make_grad(case, bench.spec.reference(**sample.kwargs).detach())
+        sample = testing.make_sample(bench.spec, case, str(bench.sample.kwargs["input"].device))
+        grad = _grad(bench.spec, case, sample)
         results = testing.run(function, sample, lambda _: grad)
         outcome = testing.judge(bench.spec, case, sample, grad, results, backend=backend)
         problems = {c.name: str(c) for c in outcome.comparisons if not c.passed}
@@ -226,7 +237,7 @@ def _time(bench: _Bench, function: peers.Function, direction: str, options: Opti
     return record
 
 
-def _call(function: peers.Function, sample: Sample, grad: Tensor, direction: str) -> timing.Call:
+def _call(function: peers.Function, sample: Sample, grad: Any, direction: str) -> timing.Call:
     """Return one pass as a call of no arguments; backward alone, over one graph kept from a forward pass."""
     if direction == "fwd":
         return lambda: function(**sample.kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
 
 
 class NotServed(Exception):
@@ -27,19 +27,20 @@ class NotServed(Exception):
 
 
 def _torch(op: str, autocast: bool) -> Function:
-    """PyTorch's own function; under autocast with the cast that the following matmul does."""
-    function: Function | None = getattr(F, op, None)
+    """PyTorch's own function, after an add where the op has one; under autocast with the cast of the next matmul."""
+    added = op.startswith("add_")
+    function: Callable[..., Any] | None = getattr(F, op.removeprefix("add_"), None)
     if function is None:
         raise NotServed(f"torch has no {op}")
-    if not autocast:
-        return function
 
-    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.autocast(input.device.type, input.dtype):
-            y: Tensor = function(input, *args, **kwargs)
-        return y.to(input.dtype)
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(input.device.type, input.dtype, enabled=autocast):
+            if not added:
+                return function(input, *args, **kwargs).to(input.dtype)
+            total = input + kwargs.pop("residual")
+            return function(total, *args, **kwargs).to(input.dtype), total
 
-    return run
+    return run if autocast or added else function
 
 
 def _compile(op: str, autocast: bool) -> Function:

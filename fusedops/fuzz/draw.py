@@ -133,7 +133,7 @@ def draw(random: Random, cell: Cell, variant: Variant, device: str, size: Size, 
         normalized,
         variant.dtypes,
         out_dtype=cell.output if cell.converts and (cell.output is not cell.input or random.random() < 0.5) else None,
-        options=dict(cell.spec.draw_options(random, frozenset(variant.dtypes))),
+        options=dict(cell.spec.draw_options(random, variant.dtypes)),
         values=random.choice([v for v in ("normal", *VALUES) if _testable(cell, device, v)]),
         memory=variant.memory,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,21 +65,23 @@ def run(cell: Cell, drawn: Drawn, device: str) -> Found:
     """
     case, noise = drawn.case, pooled(device)
     sample = testing.make_sample(cell.spec, case, device, drawn.seed, noise)
-    tensors = [sample.kwargs[name] for name in sample.grads]
+    kept: list[Any] = []
 
-    def grad(output: Tensor) -> Tensor:
-        tensors.append(testing.make_grad(case, output, drawn.seed, noise))
-        return tensors[-1]
+    def grad(output: Any) -> Any:
+        kept.append(testing.make_grad(case, output, drawn.seed, noise))
+        return kept[-1]
 
     with testing.poisoned():
         results = testing.run(
             lambda **kwargs: cell.spec.function(**kwargs, backend=cell.backend), sample, grad, drawn.wanted
         )
     if not drawn.wanted:
-        grad(results["output"])
+        outputs = tuple(results[name] for name in sample.outputs)
+        grad(outputs if len(outputs) > 1 else outputs[0])
     outcome = testing.judge(
-        cell.spec, case, sample, tensors[-1], results, backend=cell.backend, seed=drawn.seed, on=device
+        cell.spec, case, sample, kept[-1], results, backend=cell.backend, seed=drawn.seed, on=device
     )
+    tensors = [*(sample.kwargs[name] for name in sample.grads), *testing.outputs_of(kept[-1])]
     return Found(
         backward=bool(drawn.wanted),
         irregular=any(not t.is_contiguous() or t.data_ptr() % 16 for t in tensors),

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import dispatch, registry
 from ..config import CONFIG
-from ..dispatch import Choice
+from ..dispatch import Call, Choice
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 # What a call is described by while tracing: made here, as a graph would record their making.
@@ -56,11 +56,11 @@ def _unusual_sizes(shape: Any, op: str) -> tuple[int, ...]:
         raise ValueError(f"{op}: normalized_shape: expected an integer or a sequence of them, got {shape!r}") from None
 
 
-def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor) -> None:
+def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor, name: str = "out_dtype") -> None:
     """Raise ValueError if a result of ``out_dtype`` can't be made from ``input``."""
     if out_dtype not in FLOATS or (out_dtype is torch.float64) != (input.dtype is torch.float64):
         raise ValueError(
-            f"{op}: out_dtype: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} "
+            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} "
             f"with {input.dtype} input"
         )
 
@@ -85,6 +85,60 @@ def check_dense(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{op}: {name}: expected a tensor with storage, got one of shape {shape} whose storage was freed"
         )
+
+
+def is_epsilon(eps: Any) -> bool:
+    """Tell whether a value is a number from zero on."""
+    try:
+        return bool(eps >= 0.0)
+    except (TypeError, RuntimeError):  # no number at all, or a tensor of several
+        return False
+
+
+def check_parameter(op: str, name: str, parameter: Any, input: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError naming what is wrong with a tensor that must have a shape, and suit input's device and dtype."""
+    if not isinstance(parameter, Tensor):
+        raise ValueError(f"{op}: {name}: expected a tensor or None, got {type(parameter).__name__}")
+    check_dense(op, name, parameter)
+    if parameter.shape != shape:
+        raise ValueError(f"{op}: {name}: expected shape {shape}, got {tuple(parameter.shape)}")
+    if parameter.device != input.device:
+        raise ValueError(f"{op}: {name}: expected a tensor on {input.device}, as input, got {parameter.device}")
+    dtype = parameter.dtype
+    if dtype is not input.dtype and (dtype not in FLOATS or torch.float64 in (dtype, input.dtype)):
+        raise ValueError(
+            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {dtype} with {input.dtype} input"
+        )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that tensors of ``dtype`` are computed with in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """Return the epsilon that PyTorch's RMSNorm takes where none is given."""
+    return torch.finfo(wide(dtype)).eps
+
+
+def rows_of(tensor: Tensor, hidden: int) -> Tensor:
+    """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
+    flat = tensor.reshape(tensor.numel() // max(hidden, 1), hidden)
+    return in_memory(flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous())
+
+
+def flat_parameter(parameter: Tensor, hidden: int) -> Tensor:
+    """View as (hidden), copying where elements are not next to each other: kernels know no stride of a parameter."""
+    return in_memory(parameter.reshape(hidden).contiguous())
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Write out what memory does not hold: the sign of a negative view, the zeros of a tensor that stands for them."""
+    if torch.compiler.is_compiling():
+        return tensor
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def choose(
@@ -122,9 +176,15 @@ def choose(
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
     if choice is None:
-        choice = dispatch.select(registry.OPS[op].describe(input, shape, *others, out_dtype=out_dtype), backend)
+        choice = dispatch.select(_describe(op, (input, *others), shape, out_dtype), backend)
         dispatch.cache[key] = choice
     return choice
+
+
+def _describe(op: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...], out_dtype: torch.dtype | None) -> Call:
+    """Describe a call by the differentiable arguments of its op, in their order."""
+    spec = registry.OPS[op]
+    return spec.describe(**dict(zip(spec.grads, tensors, strict=True)), normalized_shape=shape, out_dtype=out_dtype)
 
 
 def _plain(op: str) -> Choice:
@@ -147,7 +207,7 @@ def _by_component(
         return torch.nested.as_nested_tensor(outputs)
 
     for some in components(tensors):
-        spec.describe(some[0], shape, *some[1:], out_dtype=out_dtype)  # checks them
+        _describe(op, some, shape, out_dtype)  # checks them
     return Choice("reference", run, checks_arguments=True)
 
 
@@ -183,7 +243,7 @@ def _choose_compiling(
         choice = _plain(op)
     else:
         tensors = [None if d is None else _stand_in(d) for d in dtypes[:-1]]
-        call = registry.OPS[op].describe(tensors[0], (1,), *tensors[1:], out_dtype=dtypes[-1])
+        call = _describe(op, tensors, (1,), dtypes[-1])
         index = -1 if device_index is None else device_index
         call = replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True)
         choice = dispatch.select(call, forced)

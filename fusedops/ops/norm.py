@@ -9,7 +9,7 @@ Source: Ba, Kiros, Hinton, "Layer Normalization" (2016); Zhang, Sennrich, "Root 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 from types import ModuleType
@@ -23,7 +23,22 @@ from .. import amp, registry
 from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
-from ._common import FLOATS, check_dense, check_offset, check_out_dtype, choose, differentiate, sizes
+from ._common import (
+    FLOATS,
+    check_dense,
+    check_offset,
+    check_out_dtype,
+    check_parameter,
+    choose,
+    default_eps,
+    differentiate,
+    flat_parameter,
+    in_memory,
+    is_epsilon,
+    rows_of,
+    sizes,
+    wide,
+)
 
 Shape = int | Sequence[int]
 
@@ -63,15 +78,15 @@ def layer_norm(
     """
     shape = sizes(normalized_shape, "layer_norm")
     dtype = amp.norm_output_dtype(input, out_dtype, "layer_norm")
-    if not _is_epsilon(eps):
+    if not is_epsilon(eps):
         raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps!r}")
     choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
     if not choice.checks_arguments:
-        _check("layer_norm", input, shape, weight, bias)
+        check_norm("layer_norm", input, shape, weight, bias)
     try:
         result: Tensor = choice.run(input, shape, weight, bias, eps, dtype)
     except (ValueError, TypeError, RuntimeError):
-        _check("layer_norm", input, shape, weight, bias)  # the same words, whoever refused
+        check_norm("layer_norm", input, shape, weight, bias)  # the same words, whoever refused
         raise
     return result
 
@@ -115,17 +130,17 @@ def rms_norm(
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
     if eps is None:
-        eps = _default_eps(input.dtype)
-    elif not _is_epsilon(eps):
+        eps = default_eps(input.dtype)
+    elif not is_epsilon(eps):
         raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps!r}")
     if weight_offset != 0.0:
         check_offset("rms_norm", weight_offset, weight)
     if not choice.checks_arguments:
-        _check("rms_norm", input, shape, weight)
+        check_norm("rms_norm", input, shape, weight)
     try:
         result: Tensor = choice.run(input, shape, weight, eps, weight_offset, dtype)
     except (ValueError, TypeError, RuntimeError):
-        _check("rms_norm", input, shape, weight)  # the same words, whoever refused
+        check_norm("rms_norm", input, shape, weight)  # the same words, whoever refused
         raise
     return result
 
@@ -138,10 +153,10 @@ def layer_norm_reference(
     eps: float = 1e-5, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
-    wide, hidden = _wide(input.dtype), math.prod(normalized_shape)
+    acc, hidden = wide(input.dtype), math.prod(normalized_shape)
     # Over one dimension: with several and many rows, PyTorch 2.11's dweight has the wrong shape on CUDA.
-    x = input.to(wide).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
-    w, b = (None if t is None else t.to(wide).reshape(hidden) for t in (weight, bias))
+    x = input.to(acc).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
+    w, b = (None if t is None else t.to(acc).reshape(hidden) for t in (weight, bias))
     if x.numel() and (w is not None or b is None):
         y = F.layer_norm(x, (hidden,), w, b, eps)
     else:  # PyTorch has no second derivative of a bias alone, and on CUDA (2.11) wrong gradients of no rows
@@ -156,30 +171,24 @@ def rms_norm_reference(
     weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``rms_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
-    wide = _wide(input.dtype)
-    eps = _default_eps(input.dtype) if eps is None else eps
+    acc = wide(input.dtype)
+    eps = default_eps(input.dtype) if eps is None else eps
     if input.is_cuda and not CONFIG.disabled:
         # PyTorch 2.11's own there makes NaN of all of a row that has an inf, is off by 2.8 of our bound in dweight at
         # 2^20 columns, and can't be compiled with symbolic sizes.
-        x = input.to(wide)
+        x = input.to(acc)
         y = x * torch.rsqrt(x.square().mean(list(range(-len(normalized_shape), 0)), keepdim=True) + eps)
     else:
-        y = F.rms_norm(input.to(wide), list(normalized_shape), None, eps)
-    return (y if weight is None else y * (weight.to(wide) + weight_offset)).to(out_dtype or input.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _default_eps(dtype: torch.dtype) -> float:
-    return torch.finfo(_wide(dtype)).eps
+        y = F.rms_norm(input.to(acc), list(normalized_shape), None, eps)
+    return (y if weight is None else y * (weight.to(acc) + weight_offset)).to(out_dtype or input.dtype)
 
 
 # ---------------------------------------------------------------- checks and dispatch
 
 
-def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None) -> None:
+def check_norm(
+    op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None
+) -> None:
     """Raise ValueError naming the argument, what was expected and what came."""
     check_dense(op, "input", input)
     if input.dtype not in FLOATS:
@@ -191,31 +200,9 @@ def _check(op: str, input: Tensor, shape: tuple[int, ...], weight: Tensor | None
             f"{op}: normalized_shape: expected the last dimensions of input {tuple(input.shape)}, got {shape}"
         )
     if weight is not None:
-        _check_parameter(op, "weight", weight, input, shape)
+        check_parameter(op, "weight", weight, input, shape)
     if bias is not None:
-        _check_parameter(op, "bias", bias, input, shape)
-
-
-def _is_epsilon(eps: Any) -> bool:
-    try:
-        return bool(eps >= 0.0)
-    except (TypeError, RuntimeError):  # no number at all, or a tensor of several
-        return False
-
-
-def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
-    if not isinstance(parameter, Tensor):
-        raise ValueError(f"{op}: {name}: expected a tensor or None, got {type(parameter).__name__}")
-    check_dense(op, name, parameter)
-    if parameter.shape != shape:
-        raise ValueError(f"{op}: {name}: expected shape {shape}, got {tuple(parameter.shape)}")
-    if parameter.device != input.device:
-        raise ValueError(f"{op}: {name}: expected a tensor on {input.device}, as input, got {parameter.device}")
-    dtype = parameter.dtype
-    if dtype is not input.dtype and (dtype not in FLOATS or torch.float64 in (dtype, input.dtype)):
-        raise ValueError(
-            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {dtype} with {input.dtype} input"
-        )
+        check_parameter(op, "bias", bias, input, shape)
 
 
 def _describe_layer_norm(
@@ -223,20 +210,21 @@ def _describe_layer_norm(
     *, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
     shape = sizes(normalized_shape, "layer_norm")
-    return _describe("layer_norm", input, shape, {"weight": weight, "bias": bias}, out_dtype)
+    return describe_norm("layer_norm", input, shape, {"weight": weight, "bias": bias}, out_dtype)
 
 
 def _describe_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
     *, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    return _describe("rms_norm", input, sizes(normalized_shape, "rms_norm"), {"weight": weight}, out_dtype)
+    return describe_norm("rms_norm", input, sizes(normalized_shape, "rms_norm"), {"weight": weight}, out_dtype)
 
 
-def _describe(
+def describe_norm(
     op: str, input: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None], out_dtype: torch.dtype | None
 ) -> Call:
-    _check(op, input, shape, *parameters.values())
+    """Check a call of a norm and describe it."""
+    check_norm(op, input, shape, *parameters.values())
     if out_dtype is not None:
         check_out_dtype(op, out_dtype, input)
     dtypes = (
@@ -286,7 +274,7 @@ class _LayerNorm(torch.autograd.Function):
                 None,
                 None,
             )
-        dy = _in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
+        dy = in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
         return None, *ctx.module.layer_norm_bwd(dy, x, weight, mean, rstd, need, ctx.bias), None, None
 
 
@@ -325,28 +313,8 @@ class _RMSNorm(torch.autograd.Function):
                 None,
                 None,
             )
-        dy = _in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
+        dy = in_memory(dy if dy.stride(1) == 1 or x.shape[1] == 1 else dy.contiguous())
         return None, *ctx.module.rms_norm_bwd(dy, x, weight, rstd, ctx.weight_offset, need), None, None, None
-
-
-def _rows(tensor: Tensor, hidden: int) -> Tensor:
-    """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
-    flat = tensor.reshape(tensor.numel() // max(hidden, 1), hidden)
-    return _in_memory(flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous())
-
-
-def _flat(parameter: Tensor, hidden: int) -> Tensor:
-    """View as (hidden), copying where elements are not next to each other: kernels know no stride of a parameter."""
-    return _in_memory(parameter.reshape(hidden).contiguous())
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """Write out what memory does not hold: the sign of a negative view, the zeros of a tensor that stands for them."""
-    if torch.compiler.is_compiling():
-        return tensor
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
@@ -356,8 +324,8 @@ def _wrap_layer_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = [None if p is None else _flat(p, hidden) for p in (weight, bias)]
-        y: Tensor = _LayerNorm.apply(module, _rows(input, hidden), *flat, eps, dtype)
+        flat = [None if p is None else flat_parameter(p, hidden) for p in (weight, bias)]
+        y: Tensor = _LayerNorm.apply(module, rows_of(input, hidden), *flat, eps, dtype)
         return y.view(input.shape)
 
     return run
@@ -370,8 +338,8 @@ def _wrap_rms_norm(module: ModuleType) -> Callable[..., Tensor]:
         input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float, dtype: torch.dtype
     ) -> Tensor:
         hidden = math.prod(shape)
-        flat = None if weight is None else _flat(weight, hidden)
-        y: Tensor = _RMSNorm.apply(module, _rows(input, hidden), flat, eps, weight_offset, dtype)
+        flat = None if weight is None else flat_parameter(weight, hidden)
+        y: Tensor = _RMSNorm.apply(module, rows_of(input, hidden), flat, eps, weight_offset, dtype)
         return y.view(input.shape)
 
     return run
@@ -441,19 +409,23 @@ def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Calla
     return cases
 
 
-def _draw_options(
+def draw_norm_options(
     eps: tuple[float | None, ...], offset: bool = False
-) -> Callable[[Random, frozenset[str]], dict[str, Any]]:
-    def draw(random: Random, given: frozenset[str]) -> dict[str, Any]:
+) -> Callable[[Random, Mapping[str, torch.dtype]], dict[str, Any]]:
+    """Return how options of a fuzzed norm are drawn, as an ``OpSpec`` has it."""
+
+    def draw(random: Random, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         options = {"eps": random.choice((*eps, 10 ** random.uniform(-12, 0)))}
-        if offset and "weight" in given and random.random() < 0.5:
+        if offset and "weight" in dtypes and random.random() < 0.5:
             options["weight_offset"] = random.choice((1.0, -0.5))
         return options
 
     return draw
 
 
-def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
+def norm_condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
+    """Return the condition numbers of a norm, as an ``OpSpec`` has them."""
+
     def condition(sample: Sample, dy: Tensor) -> dict[str, Tensor]:
         """Sizes of what is summed.
 
@@ -500,7 +472,7 @@ def _condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor]]:
     return condition
 
 
-def _terms(case: Case) -> dict[str, int]:
+def norm_terms(case: Case) -> dict[str, int]:
     """Count terms; dweight adds up rows of x̂, each of which already comes from sums over hidden."""
     hidden = math.prod(case.shape[len(case.shape) - case.normalized :])
     rows = math.prod(case.shape) // max(hidden, 1)
@@ -514,7 +486,8 @@ def _bytes_moved(sample: Sample, direction: str) -> int:
     return x.numel() * (x.itemsize + out if direction == "fwd" else 2 * x.itemsize + out)
 
 
-def _parameter_shape(case: Case) -> tuple[int, ...]:
+def norm_parameter_shape(case: Case) -> tuple[int, ...]:
+    """Return the shape of weight and bias."""
     return case.shape[len(case.shape) - case.normalized :]
 
 
@@ -527,12 +500,12 @@ registry.register(
         wrap=_wrap_layer_norm,
         describe=_describe_layer_norm,
         grads=("input", "weight", "bias"),
-        parameter_shape=_parameter_shape,
+        parameter_shape=norm_parameter_shape,
         cases=_cases(("input", "weight", "bias"), ({"eps": 1e-12}, {"eps": 1e-3})),
-        condition=_condition(centred=True),
-        terms=_terms,
+        condition=norm_condition(centred=True),
+        terms=norm_terms,
         bytes_moved=_bytes_moved,
-        draw_options=_draw_options((1e-5, 1e-12, 0.0)),
+        draw_options=draw_norm_options((1e-5, 1e-12, 0.0)),
     )
 )
 registry.register(
@@ -544,12 +517,12 @@ registry.register(
         wrap=_wrap_rms_norm,
         describe=_describe_rms_norm,
         grads=("input", "weight"),
-        parameter_shape=_parameter_shape,
+        parameter_shape=norm_parameter_shape,
         cases=_cases(("input", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0})),
-        condition=_condition(centred=False),
-        terms=_terms,
+        condition=norm_condition(centred=False),
+        terms=norm_terms,
         bytes_moved=_bytes_moved,
-        draw_options=_draw_options((None, 1e-6, 1e-12, 0.0), offset=True),
-        defaults=lambda kwargs: {"eps": _default_eps(kwargs["input"].dtype)} if kwargs.get("eps") is None else {},
+        draw_options=draw_norm_options((None, 1e-6, 1e-12, 0.0), offset=True),
+        defaults=lambda kwargs: {"eps": default_eps(kwargs["input"].dtype)} if kwargs.get("eps") is None else {},
     )
 )

@@ -20,13 +20,18 @@ NAME = "triton"
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NORM = Limits(_FLOATS, max_hidden=2**20, min_capability=(7, 5))
 _ADAM = Limits(_FLOATS, min_capability=(7, 5), traceable=False)
-LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM, "adam": _ADAM, "adamw": _ADAM}
+_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+LIMITS = {**dict.fromkeys(_NORMS, _NORM), "adam": _ADAM, "adamw": _ADAM}
 
 _HOMES = {
     "layer_norm_fwd": "norm",
     "layer_norm_bwd": "norm",
     "rms_norm_fwd": "norm",
     "rms_norm_bwd": "norm",
+    "add_layer_norm_fwd": "add_norm",
+    "add_layer_norm_bwd": "add_norm",
+    "add_rms_norm_fwd": "add_norm",
+    "add_rms_norm_bwd": "add_norm",
     "adam_plan": "adam",
     "grad_norm": "adam",
     "grad_scale_": "adam",

@@ -71,6 +71,28 @@ class _Rows(NamedTuple):
     rstd: Tensor
 
 
+class Sum(NamedTuple):
+    """What a forward kernel takes last, in its order: the rows to add, where the sums go, and dropout."""
+
+    residual: Tensor | None = None
+    sum: Tensor | None = None
+    seed: Tensor | None = None
+    residual_stride: int = 0
+    threshold: int = 0
+    keep_scale: float = 0.0
+
+
+class Summands(NamedTuple):
+    """What the backward kernels of an add + norm take last, in their order."""
+
+    dsum: Tensor | None = None
+    dinput: Tensor | None = None
+    seed: Tensor | None = None
+    dsum_stride: int = 0
+    threshold: int = 0
+    keep_scale: float = 0.0
+
+
 class RowTiles(NamedTuple):
     """A row as one or two power-of-two tiles; `masked` when the last of them overruns the row."""
 
@@ -154,7 +176,7 @@ def layer_norm_bwd(
         grads = traced.layer_norm_bwd(dy, x, weight, mean, rstd, list(need), bias_dtype)
         dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
         return dx, dweight, dbias
-    return _norm_bwd(launch, dy, x, weight, mean, rstd, 0.0, need, bias_dtype)
+    return norm_bwd(launch, dy, x, weight, mean, rstd, 0.0, make_dx(x, need[0]), need[1], need[2], bias_dtype)
 
 
 def rms_norm_fwd(
@@ -201,8 +223,14 @@ def rms_norm_bwd(
         grads = traced.rms_norm_bwd(dy, x, weight, rstd, weight_offset, list(need))
         dx, dweight = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
         return dx, dweight
-    dx, dweight, _ = _norm_bwd(launch, dy, x, weight, None, rstd, weight_offset, (*need, False), None)
+    dx = make_dx(x, need[0])
+    _, dweight, _ = norm_bwd(launch, dy, x, weight, None, rstd, weight_offset, dx, need[1], False, None)
     return dx, dweight
+
+
+def make_dx(x: Tensor, wanted: bool) -> Tensor | None:
+    """Allocate x's gradient."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
 
 
 def _layer_norm_fwd(
@@ -211,7 +239,7 @@ def _layer_norm_fwd(
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     mean = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
-    _norm_fwd(run, x, weight, bias, y, mean, rstd, eps, 0.0)
+    norm_fwd(run, x, weight, bias, y, mean, rstd, eps, 0.0)
     return y, mean, rstd
 
 
@@ -220,11 +248,11 @@ def _rms_norm_fwd(
 ) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     rstd = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
-    _norm_fwd(run, x, weight, None, y, None, rstd, eps, weight_offset if weight is not None else 0.0)
+    norm_fwd(run, x, weight, None, y, None, rstd, eps, weight_offset if weight is not None else 0.0)
     return y, rstd
 
 
-def _norm_fwd(
+def norm_fwd(
     run: Launch,
     x: Tensor,
     weight: Tensor | None,
@@ -234,11 +262,13 @@ def _norm_fwd(
     rstd: Tensor,
     eps: float,
     weight_offset: float,
+    added: Sum = Sum(),  # noqa: B008  # a constant
 ) -> None:
+    """Fill y, mean (LayerNorm only), rstd and, of an add + norm, ``added.sum``."""
     rows, hidden = x.shape[0], int(x.shape[1])  # kernels are chosen by width: a symbolic one is fixed
     if not x.numel():
         return
-    args = (x, weight, bias, y, mean, rstd, rows, hidden, x.stride(0), eps, weight_offset)
+    args = (x, weight, bias, y, mean, rstd, rows, hidden, x.stride(0), eps, weight_offset, *added)
     config = row_config(FORWARD, hidden)
     if config is None:
         wide = FORWARD_WIDE
@@ -253,7 +283,7 @@ def _tile_meta(tiles: RowTiles) -> dict[str, Any]:
     return {"MAIN": tiles.main, "TAIL": tiles.tail, "MASKED": tiles.masked}
 
 
-def _norm_bwd(
+def norm_bwd(
     run: Launch,
     dy: Tensor,
     x: Tensor,
@@ -261,14 +291,16 @@ def _norm_bwd(
     mean: Tensor | None,
     rstd: Tensor,
     weight_offset: float,
-    need: tuple[bool, bool, bool],
+    dx: Tensor | None,
+    need_dweight: bool,
+    need_dbias: bool,
     bias_dtype: torch.dtype | None,
+    summands: Summands = Summands(),  # noqa: B008  # a constant
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Fill dx and, of an add + norm, ``summands.dinput``; return dx, dweight and dbias."""
     rows, hidden = x.shape[0], int(x.shape[1])
-    need_dx, need_dweight, need_dbias = need
     if weight is None:
         weight_offset = 0.0
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
     make = torch.empty if x.numel() else torch.zeros
     dweight = make(hidden, dtype=weight.dtype, device=x.device) if need_dweight and weight is not None else None
     dbias = make(hidden, dtype=bias_dtype, device=x.device) if need_dbias else None
@@ -285,9 +317,9 @@ def _norm_bwd(
     outputs = (dx, dw_partial, db_partial)
     sizes = (rows, hidden, dy.stride(0), x.stride(0), weight_offset)
     if config is not None:
-        _bwd_in_registers(run, config, tensors, outputs, sizes, programs)
+        _bwd_in_registers(run, config, tensors, outputs, sizes, summands, programs)
     else:
-        _bwd_in_blocks(run, tensors, outputs, sizes, programs)
+        _bwd_in_blocks(run, tensors, outputs, sizes, summands, programs)
     if need_dweight or need_dbias:
         grid = (ceil_div(hidden, SUM_PARTIALS.width), 2 if need_dbias else 1)
         args = (dw_partial, db_partial, dweight, dbias, programs, hidden)
@@ -312,14 +344,16 @@ def _bwd_in_registers(
     tensors: _Rows,
     outputs: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...],
+    summands: Summands,
     programs: int,
 ) -> None:
     dy, x, _, mean, _ = tensors
     tiles = row_tiles(int(x.shape[1]), config.split)
     shared_bytes = device_limits(x.device).shared_bytes
-    stages = stages_that_fit(config, tiles, x.element_size() + dy.element_size(), shared_bytes)
+    bytes_per_column = dy.element_size() + x.element_size() * (1 if summands.dsum is None else 2)
+    stages = stages_that_fit(config, tiles, bytes_per_column, shared_bytes)
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
-    run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes), meta, config.warps)
+    run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes, *summands), meta, config.warps)
 
 
 def _bwd_in_blocks(
@@ -327,13 +361,14 @@ def _bwd_in_blocks(
     tensors: _Rows,
     outputs: tuple[Tensor | None, ...],
     sizes: tuple[Any, ...],
+    summands: Summands,
     programs: int,
 ) -> None:
     _, x, _, mean, rstd = tensors
     rows, hidden = x.shape[0], int(x.shape[1])
     center = mean is not None
     means: tuple[Tensor | None, Tensor | None] = (None, None)
-    if outputs[0] is not None:
+    if outputs[0] is not None or summands.dinput is not None:
         means = (torch.empty_like(rstd) if center else None, torch.empty_like(rstd))
         config = BACKWARD_WIDE_MEANS
         meta = {"CENTER": center, "BLOCK": config.width, "STAGES": config.stages}
@@ -341,5 +376,5 @@ def _bwd_in_blocks(
     config = BACKWARD_WIDE
     meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "STAGES": config.stages}
     grid = (ceil_div(hidden, config.width), programs)
-    args = (*tensors, *means, *outputs, *sizes)
+    args = (*tensors, *means, *outputs, *sizes, *summands)
     run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)

@@ -7,6 +7,9 @@
 
 RMSNorm is the same without mean, mean(g) and bias (`CENTER=False`).
 
+An add + norm has x = residual + dropout(input), rounded and stored in `sum_ptr`'s dtype before it is normalised; its
+backward adds `dsum`, the gradient that x has from elsewhere, to dx. What is None costs nothing.
+
 A row that fits one program is one or two power-of-two tiles (`MAIN`, `TAIL`; 5120 is 4096 + 1024), so that common
 widths waste no lanes. Wider rows are walked in blocks. Every value is converted to fp32 as it is loaded.
 
@@ -18,10 +21,44 @@ of input and dy). Nothing is atomic: the parameter gradients are summed by each 
 import triton
 import triton.language as tl
 
+from .dropout import dropout_factor
+
 
 @triton.jit
 def _load_rows(ptr, row, stride, cols, mask):
     return tl.load(ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(
+    x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, start, cols, mask, hidden,
+    seed_ptr, threshold, keep_scale,
+):  # fmt: skip
+    """Rows of x; of an add + norm rows of residual + dropout(x) as they are rounded and stored."""
+    x = _load_rows(x_ptr, row, x_stride, cols, mask)
+    if residual_ptr is not None:
+        if seed_ptr is not None:
+            x = x * dropout_factor(seed_ptr, threshold, keep_scale, row, start, cols.shape[0])
+        total = (x + _load_rows(residual_ptr, row, residual_stride, cols, mask)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row[:, None] * hidden + cols[None, :], total, mask=mask)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store_dx(
+    dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, start, cols, mask, hidden, seed_ptr, threshold, keep_scale
+):
+    """dx; of an add + norm the gradients of residual and input, where they are not one."""
+    if dsum_ptr is not None:
+        dx += _load_rows(dsum_ptr, row, dsum_stride, cols, mask)
+    at = row[:, None] * hidden + cols[None, :]
+    if dx_ptr is not None:
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dinput_ptr is not None:
+        if seed_ptr is not None:
+            dx = dx * dropout_factor(seed_ptr, threshold, keep_scale, row, start, cols.shape[0])
+        tl.store(dinput_ptr + at, dx.to(dinput_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -79,7 +116,7 @@ def _deviations(x, mean, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexp
     return _row_sums(deviation, deviation, CENTER)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_fwd_kernel(
     x_ptr,  # [rows, hidden], row stride x_stride
     w_ptr,  # [hidden] or None
@@ -92,6 +129,12 @@ def norm_fwd_kernel(
     x_stride,
     eps,
     weight_offset,
+    residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
+    sum_ptr,  # [rows, hidden]
+    seed_ptr,  # [2] int64 or None
+    residual_stride,
+    threshold,
+    keep_scale,
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     MAIN: tl.constexpr,
@@ -104,11 +147,13 @@ def norm_fwd_kernel(
     cols = tl.arange(0, MAIN)
     MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
     mask = _row_mask(live, cols, hidden, MASK_MAIN)
-    x = _load_rows(x_ptr, row, x_stride, cols, mask)
+    x = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, 0, cols, mask, hidden,
+                  seed_ptr, threshold, keep_scale)  # fmt: skip
     if TAIL > 0:
         tail_cols = MAIN + tl.arange(0, TAIL)
         tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
-        tail = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
+        tail = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, MAIN, tail_cols, tail_mask,
+                         hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
 
     mean = tl.zeros([ROWS], tl.float32)
     if CENTER:
@@ -135,7 +180,7 @@ def norm_fwd_kernel(
         _store_norm(tail, y_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, mean, rstd, weight_offset, MASKED)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_fwd_wide_kernel(
     x_ptr,  # [rows, hidden], row stride x_stride
     w_ptr,  # [hidden] or None
@@ -148,6 +193,12 @@ def norm_fwd_wide_kernel(
     x_stride,
     eps,
     weight_offset,
+    residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
+    sum_ptr,  # [rows, hidden]
+    seed_ptr,  # [2] int64 or None
+    residual_stride,
+    threshold,
+    keep_scale,
     CENTER: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -157,37 +208,41 @@ def norm_fwd_wide_kernel(
     Each lane keeps a running mean and sum of squared deviations (Welford), and the lanes are merged once: no
     cancellation at a large mean and no reduction inside the loop.
     """
-    row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + row * x_stride
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK)
 
-    lane_mean = tl.zeros([BLOCK], tl.float32)
-    lane_squares = tl.zeros([BLOCK], tl.float32)
+    lane_mean = tl.zeros([1, BLOCK], tl.float32)
+    lane_squares = tl.zeros([1, BLOCK], tl.float32)
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
-        inside = start + lane < hidden
-        x = tl.load(x_row + start + lane, mask=inside, other=0.0).to(tl.float32)
+        inside = (start + lane < hidden)[None, :]
+        x = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, start, start + lane, inside, hidden,
+                      seed_ptr, threshold, keep_scale)  # fmt: skip
         if CENTER:
             step = tl.where(inside, x - lane_mean, 0.0)
             lane_mean += step / (start // BLOCK + 1)
             lane_squares += step * (x - lane_mean)
         else:
             lane_squares += x * x
+    if residual_ptr is not None:
+        tl.debug_barrier()  # the sum is read back below, perhaps by other threads than wrote it
 
-    mean = tl.sum(tl.zeros([1], tl.float32), axis=0)
+    mean = tl.zeros([1], tl.float32)
     if CENTER:
-        count = ((hidden - lane + BLOCK - 1) // BLOCK).to(tl.float32)
-        mean = tl.sum(lane_mean * count, axis=0) / hidden
-        lane_squares += count * (lane_mean - mean) * (lane_mean - mean)
+        count = ((hidden - lane + BLOCK - 1) // BLOCK).to(tl.float32)[None, :]
+        mean = tl.sum(lane_mean * count, axis=1) / hidden
+        lane_squares += count * (lane_mean - mean[:, None]) * (lane_mean - mean[:, None])
         tl.store(mean_ptr + row, mean)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(lane_squares, axis=0) / hidden + tl.cast(eps, tl.float32))
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(lane_squares, axis=1) / hidden + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)
 
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
         cols = start + lane
-        x = tl.load(x_row + cols, mask=cols < hidden, other=0.0).to(tl.float32)[None, :]
-        y = (x - mean) * rstd * _load_weight(w_ptr, cols, hidden, weight_offset, True)
-        y += _load_param(b_ptr, cols, hidden, 0.0, True)
-        tl.store(y_ptr + row * hidden + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=(cols < hidden)[None, :])
+        mask = (cols < hidden)[None, :]
+        if residual_ptr is not None:
+            x = _load_rows(sum_ptr, row, hidden, cols, mask)
+        else:
+            x = _load_rows(x_ptr, row, x_stride, cols, mask)
+        _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, True)
 
 
 @triton.jit
@@ -195,7 +250,7 @@ def _store_partial(ptr, partial, program, cols, hidden, MASKED: tl.constexpr):
     tl.store(ptr + program * hidden + cols, partial, mask=(cols < hidden) if MASKED else None)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_bwd_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
     x_ptr,  # [rows, hidden], row stride x_stride
@@ -210,6 +265,12 @@ def norm_bwd_kernel(
     dy_stride,
     x_stride,
     weight_offset,
+    dsum_ptr,  # [rows, hidden], row stride dsum_stride, or None, as all below in a plain norm
+    dinput_ptr,  # [rows, hidden] or None
+    seed_ptr,  # [2] int64 or None
+    dsum_stride,
+    threshold,
+    keep_scale,
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     MAIN: tl.constexpr,
@@ -262,7 +323,7 @@ def norm_bwd_kernel(
             dbias += tl.sum(dy, axis=0)
             if TAIL > 0:
                 tail_dbias += tl.sum(tail_dy, axis=0)
-        if dx_ptr is not None:
+        if dx_ptr is not None or dinput_ptr is not None:
             g = dy * weight
             sum_g, sum_gx = _row_sums(g, xhat, CENTER)
             if TAIL > 0:
@@ -273,11 +334,12 @@ def norm_bwd_kernel(
             mean_g = (sum_g / hidden)[:, None]
             mean_gx = (sum_gx / hidden)[:, None]
             dx = rstd * (g - mean_g - xhat * mean_gx)
-            dx_row = dx_ptr + row[:, None] * hidden
-            tl.store(dx_row + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            _store_dx(dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, 0, cols, mask, hidden,
+                      seed_ptr, threshold, keep_scale)  # fmt: skip
             if TAIL > 0:
                 tail_dx = rstd * (tail_g - mean_g - tail_xhat * mean_gx)
-                tl.store(dx_row + tail_cols[None, :], tail_dx.to(dx_ptr.dtype.element_ty), mask=tail_mask)
+                _store_dx(tail_dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, MAIN, tail_cols, tail_mask, hidden,
+                          seed_ptr, threshold, keep_scale)  # fmt: skip
 
     if dw_ptr is not None:
         _store_partial(dw_ptr, dweight, program, cols, hidden, MASK_MAIN)
@@ -331,7 +393,7 @@ def norm_bwd_wide_means_kernel(
     tl.store(mean_gx_ptr + row, tl.sum(sum_gx, axis=0) / hidden)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_bwd_wide_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
     x_ptr,  # [rows, hidden], row stride x_stride
@@ -348,6 +410,12 @@ def norm_bwd_wide_kernel(
     dy_stride,
     x_stride,
     weight_offset,
+    dsum_ptr,  # [rows, hidden], row stride dsum_stride, or None, as all below in a plain norm
+    dinput_ptr,  # [rows, hidden] or None
+    seed_ptr,  # [2] int64 or None
+    dsum_stride,
+    threshold,
+    keep_scale,
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -371,12 +439,13 @@ def norm_bwd_wide_kernel(
         xhat *= rstd
         dweight += tl.sum(dy * xhat, axis=0)
         dbias += tl.sum(dy, axis=0)
-        if dx_ptr is not None:
+        if dx_ptr is not None or dinput_ptr is not None:
             dx = dy * weight - xhat * tl.load(mean_gx_ptr + row, mask=live, other=0.0)[:, None]
             if CENTER:
                 dx -= tl.load(mean_g_ptr + row, mask=live, other=0.0)[:, None]
             dx *= rstd
-            tl.store(dx_ptr + row[:, None] * hidden + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            _store_dx(dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, tl.program_id(0) * BLOCK, cols, mask, hidden,
+                      seed_ptr, threshold, keep_scale)  # fmt: skip
     if dw_ptr is not None:
         _store_partial(dw_ptr, dweight, program, cols, hidden, True)
     if db_ptr is not None:

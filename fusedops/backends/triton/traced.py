@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
+from . import add_norm
 from .launch import INTERPRETED, launch_traced
-from .norm import _layer_norm_fwd, _norm_bwd, _rms_norm_fwd
+from .norm import _layer_norm_fwd, _rms_norm_fwd, make_dx, norm_bwd
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -47,9 +48,8 @@ def layer_norm_bwd(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``norm.layer_norm_bwd``."""
-    need_dx, need_dweight, need_dbias = need
-    wanted = (need_dx, need_dweight, need_dbias)
-    dx, dweight, dbias = _norm_bwd(launch_traced, dy, x, weight, mean, rstd, 0.0, wanted, bias_dtype)
+    dx = make_dx(x, need[0])
+    _, dweight, dbias = norm_bwd(launch_traced, dy, x, weight, mean, rstd, 0.0, dx, need[1], need[2], bias_dtype)
     return _given(dx, x), _given(dweight, x), _given(dbias, x)
 
 
@@ -66,10 +66,66 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, need: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """As ``norm.rms_norm_bwd``."""
-    need_dx, need_dweight = need
-    wanted = (need_dx, need_dweight, False)
-    dx, dweight, _ = _norm_bwd(launch_traced, dy, x, weight, None, rstd, weight_offset, wanted, None)
+    dx = make_dx(x, need[0])
+    _, dweight, _ = norm_bwd(launch_traced, dy, x, weight, None, rstd, weight_offset, dx, need[1], False, None)
     return _given(dx, x), _given(dweight, x)
+
+
+@op("fusedops_triton::add_norm_fwd")
+def add_norm_fwd(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centred: bool,
+    eps: float,
+    weight_offset: float,
+    seed: Tensor | None,
+    dropout_p: float,
+    out_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``add_norm.add_norm_fwd``."""
+    y, residual_out, mean, rstd = add_norm.add_norm_fwd(
+        launch_traced,
+        x,
+        residual,
+        weight,
+        bias,
+        centred,
+        eps,
+        weight_offset,
+        seed,
+        dropout_p,
+        out_dtype,
+        residual_dtype,
+    )
+    return y, residual_out, _given(mean, x), rstd
+
+
+@op("fusedops_triton::add_norm_bwd")
+def add_norm_bwd(
+    dy: Tensor,
+    dresidual_out: Tensor | None,
+    residual_out: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    seed: Tensor | None,
+    dropout_p: float,
+    need: list[bool],
+    input_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``add_norm.add_norm_bwd``."""
+    grads = add_norm.add_norm_bwd(
+        launch_traced, dy, dresidual_out, residual_out, weight, mean, rstd, weight_offset, seed, dropout_p, need,
+        input_dtype, residual_dtype, bias_dtype,
+    )  # fmt: skip
+    dinput, dresidual, dweight, dbias = (_given(grad, residual_out) for grad in grads)
+    return dinput, dresidual, dweight, dbias
 
 
 def _given(grad: Tensor | None, x: Tensor) -> Tensor:

@@ -1,0 +1,569 @@
+"""Residual add and norm in one pass: the input is dropped out and added to the residual, the sum is normalised.
+
+The sum leaves as the new residual, in a dtype of its own, beside the norm of it. The references below are the truth, in
+plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import amp, registry
+from ..config import CONFIG
+from ..dispatch import Call
+from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
+from ._common import (
+    check_offset,
+    check_out_dtype,
+    check_parameter,
+    choose,
+    default_eps,
+    differentiate,
+    flat_parameter,
+    in_memory,
+    is_epsilon,
+    rows_of,
+    sizes,
+    wide,
+)
+from .dropout import draw_seed, dropout_factor
+from .norm import (
+    Shape,
+    check_norm,
+    describe_norm,
+    draw_norm_options,
+    layer_norm_reference,
+    norm_condition,
+    norm_parameter_shape,
+    rms_norm_reference,
+)
+
+Pair = tuple[Tensor, Tensor]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Pair:
+    """Return ``(layer_norm(sum), sum)``, where ``sum = residual + dropout(input)``.
+
+    Args:
+        input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
+        residual: of ``input``'s shape: any of the dtypes above (fp64 only with fp64), any strides.
+        normalized_shape: the trailing dimensions to normalise over.
+        weight: (*normalized_shape): any of the dtypes above (fp64 only with fp64), or None for ones.
+        bias: (*normalized_shape), likewise, or None for zeros.
+        eps: added to the variance.
+        dropout_p: the share of ``input``'s elements that is dropped, the others being divided by ``1 - dropout_p``.
+        training: whether to drop at all.
+        out_dtype: dtype of the norm; None: see *Autocast*.
+        residual_dtype: dtype of the sum; None: the residual's own.
+        backend: force ``"native"``, ``"triton"`` or ``"reference"``; None: dispatch chooses.
+
+    Returns:
+        Two tensors of ``input``'s shape: the norm, and the sum for the next residual.
+
+    Raises:
+        ValueError: an argument of a wrong shape, dtype, device or value.
+        UnsupportedError: the forced backend can't serve the call.
+
+    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the sum ``residual_dtype`` as
+    ever; inputs are never cast.
+    *Numerics*: as ``layer_norm``'s. The sum is made in fp32 (fp64 for fp64) and rounded once; the norm is that of the
+    *rounded* sum, statistics included. So it is what ``layer_norm`` makes of the sum that is returned, and backward,
+    which reads that tensor, is the exact derivative of forward; rounding itself counts as the identity. Gradients of
+    both results are added up in fp32 and rounded once. Dropout is a function of a seed from the device's generator, the
+    row and the column, the same in every backend; no mask is stored.
+    *Source*: Ba, Kiros, Hinton (2016); Salmon et al. (2011) for the random bits.
+    """
+    shape, p = sizes(normalized_shape, "add_layer_norm"), _probability("add_layer_norm", dropout_p, training)
+    dtype = amp.norm_output_dtype(input, out_dtype, "add_layer_norm")
+    if not is_epsilon(eps):
+        raise ValueError(f"add_layer_norm: eps: expected a number >= 0, got {eps!r}")
+    if residual_dtype is not None:
+        _check_residual_dtype("add_layer_norm", residual_dtype, input)
+    choice = choose("add_layer_norm", input, (residual, weight, bias), shape, dtype, backend)
+    if not choice.checks_arguments:
+        _check("add_layer_norm", input, residual, shape, weight, bias)
+    try:
+        result: Pair = choice.run(input, residual, shape, weight, bias, eps, p, dtype, residual_dtype)
+    except (ValueError, TypeError, RuntimeError):
+        _check("add_layer_norm", input, residual, shape, weight, bias)  # the same words, whoever refused
+        raise
+    return result
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Shape,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Pair:
+    """Return ``(rms_norm(sum), sum)``, where ``sum = residual + dropout(input)``.
+
+    Args:
+        input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
+        residual: of ``input``'s shape: any of the dtypes above (fp64 only with fp64), any strides.
+        normalized_shape: the trailing dimensions to normalise over.
+        weight: (*normalized_shape): any of the dtypes above (fp64 only with fp64), or None for ones.
+        eps: added to the mean square; None: as PyTorch, the epsilon of fp32 (of fp64 for fp64 input).
+        weight_offset: added to ``weight``; 1.0 for models whose stored weight is centred on zero (Gemma).
+        dropout_p: the share of ``input``'s elements that is dropped, the others being divided by ``1 - dropout_p``.
+        training: whether to drop at all.
+        out_dtype: dtype of the norm; None: see *Autocast*.
+        residual_dtype: dtype of the sum; None: the residual's own.
+        backend: force ``"native"``, ``"triton"`` or ``"reference"``; None: dispatch chooses.
+
+    Returns:
+        Two tensors of ``input``'s shape: the norm, and the sum for the next residual.
+
+    Raises:
+        ValueError: an argument of a wrong shape, dtype, device or value.
+        UnsupportedError: the forced backend can't serve the call.
+
+    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the sum ``residual_dtype`` as
+    ever; inputs are never cast.
+    *Numerics*: as ``rms_norm``'s; of the sum and of dropout as ``add_layer_norm``'s.
+    *Source*: Zhang, Sennrich (2019); Salmon et al. (2011) for the random bits.
+    """
+    shape, p = sizes(normalized_shape, "add_rms_norm"), _probability("add_rms_norm", dropout_p, training)
+    dtype = amp.norm_output_dtype(input, out_dtype, "add_rms_norm")
+    if CONFIG.disabled and out_dtype is None:
+        dtype = input.dtype  # autocast does not know PyTorch's rms_norm
+    if residual_dtype is not None:
+        _check_residual_dtype("add_rms_norm", residual_dtype, input)
+    choice = choose("add_rms_norm", input, (residual, weight), shape, dtype, backend)
+    if eps is None:
+        eps = default_eps(input.dtype)
+    elif not is_epsilon(eps):
+        raise ValueError(f"add_rms_norm: eps: expected a number >= 0, got {eps!r}")
+    if weight_offset != 0.0:
+        check_offset("add_rms_norm", weight_offset, weight)
+    if not choice.checks_arguments:
+        _check("add_rms_norm", input, residual, shape, weight)
+    try:
+        result: Pair = choice.run(input, residual, shape, weight, eps, weight_offset, p, dtype, residual_dtype)
+    except (ValueError, TypeError, RuntimeError):
+        _check("add_rms_norm", input, residual, shape, weight)  # the same words, whoever refused
+        raise
+    return result
+
+
+# ---------------------------------------------------------------- references: plain PyTorch
+
+
+def add_layer_norm_reference(
+    input: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, dropout_p: float = 0.0, out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None, rounded: Tensor | None = None,
+) -> Pair:  # fmt: skip
+    """Compute ``add_layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times.
+
+    ``seed`` and ``rounded`` repeat what another call drew, and what its sum was rounded to.
+    """
+    normalised, total = _sum(input, residual, len(normalized_shape), dropout_p, residual_dtype, seed, rounded)
+    y = layer_norm_reference(normalised, normalized_shape, weight, bias, eps, out_dtype or input.dtype)
+    return y, total
+
+
+def add_rms_norm_reference(
+    input: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    eps: float | None = None, weight_offset: float = 0.0, dropout_p: float = 0.0, out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None, rounded: Tensor | None = None,
+) -> Pair:  # fmt: skip
+    """Compute ``add_rms_norm`` in plain PyTorch; see ``add_layer_norm_reference``."""
+    normalised, total = _sum(input, residual, len(normalized_shape), dropout_p, residual_dtype, seed, rounded)
+    y = rms_norm_reference(normalised, normalized_shape, weight, eps, weight_offset, out_dtype or input.dtype)
+    return y, total
+
+
+def _sum(
+    input: Tensor, residual: Tensor, dims: int, p: float, dtype: torch.dtype | None, seed: Tensor | None,
+    rounded: Tensor | None,
+) -> Pair:  # fmt: skip
+    """Return the sum, as it is normalised: rounded, yet with the derivative of the sum; and as it is returned."""
+    acc = wide(input.dtype)
+    x = input.to(acc)
+    seed = draw_seed(p, input) if seed is None else seed
+    if seed is not None:
+        x = x * dropout_factor(seed, p, x.shape, dims, acc)
+    total = residual.to(acc) + x
+    result = total.to(dtype or residual.dtype)
+    rounded = (result if rounded is None else rounded).detach().to(acc)
+    return total + torch.where(rounded == total, 0.0, rounded - total).detach(), result
+
+
+# ---------------------------------------------------------------- checks and dispatch
+
+
+def _probability(op: str, p: float, training: bool) -> float:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: dropout_p: expected a probability from 0 to 1, got {p!r}")
+    return float(p) if training else 0.0
+
+
+def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:
+    check_out_dtype(op, dtype, input, "residual_dtype")
+
+
+def _check(
+    op: str, input: Tensor, residual: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None
+) -> None:
+    if residual is None:
+        raise ValueError(f"{op}: residual: expected a tensor, got None")
+    check_norm(op, input, shape, weight, bias)
+    check_parameter(op, "residual", residual, input, tuple(input.shape))
+
+
+def _describe(
+    op: str, input: Tensor, residual: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None],
+    out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+) -> Call:  # fmt: skip
+    _check(op, input, residual, shape, *parameters.values())
+    if residual_dtype is not None:
+        _check_residual_dtype(op, residual_dtype, input)
+    call = describe_norm(op, input, shape, parameters, out_dtype)
+    streams = (("residual", residual.dtype), ("residual_out", residual_dtype or residual.dtype))
+    return replace(call, dtypes=(call.dtypes[0], *streams, *call.dtypes[1:]))
+
+
+def _describe_add_layer_norm(
+    input: Tensor, residual: Tensor, normalized_shape: Shape, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *, dropout_p: float = 0.0, training: bool = True, out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Call:  # fmt: skip
+    parameters = {"weight": weight, "bias": bias}
+    return _describe(
+        "add_layer_norm",
+        input,
+        residual,
+        sizes(normalized_shape, "add_layer_norm"),
+        parameters,
+        out_dtype,
+        residual_dtype,
+    )
+
+
+def _describe_add_rms_norm(
+    input: Tensor, residual: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
+    *, weight_offset: float = 0.0, dropout_p: float = 0.0, training: bool = True, out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+) -> Call:  # fmt: skip
+    shape, parameters = sizes(normalized_shape, "add_rms_norm"), {"weight": weight}
+    return _describe("add_rms_norm", input, residual, shape, parameters, out_dtype, residual_dtype)
+
+
+# ---------------------------------------------------------------- autograd over a backend's pair
+
+
+class _AddNorm(torch.autograd.Function):
+    """One autograd function over any backend's pairs; a gradient that is absent stays absent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: ModuleType,
+        centred: bool,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        p: float,
+        dtype: torch.dtype,
+        residual_dtype: torch.dtype,
+    ) -> Pair:
+        mean: Tensor | None = None
+        if centred:
+            y, total, mean, rstd = module.add_layer_norm_fwd(
+                x, residual, weight, bias, eps, seed, p, dtype, residual_dtype
+            )
+        else:
+            y, total, rstd = module.add_rms_norm_fwd(
+                x, residual, weight, eps, weight_offset, seed, p, dtype, residual_dtype
+            )
+        ctx.set_materialize_grads(False)
+        if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+            ctx.mark_non_differentiable(total)
+        ctx.save_for_backward(total, weight, mean, rstd, seed)
+        ctx.module, ctx.eps, ctx.weight_offset, ctx.p, ctx.dtype = module, eps, weight_offset, p, dtype
+        ctx.dtypes = (x.dtype, residual.dtype, None if bias is None else bias.dtype)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, mean, rstd, seed = ctx.saved_tensors
+        need = ctx.needs_input_grad[2:6]
+        second = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if dy is None or second:
+            grads = _bwd_in_torch(ctx, dy, dtotal, total, weight, mean is not None, seed, need)
+        else:
+            dy, dtotal = _unit_stride(dy), None if dtotal is None else _unit_stride(dtotal)
+            x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+            if mean is not None:
+                dx, dresidual, dweight, dbias = ctx.module.add_layer_norm_bwd(
+                    dy, dtotal, total, weight, mean, rstd, seed, ctx.p, need, x_dtype, residual_dtype, bias_dtype
+                )
+            else:
+                dx, dresidual, dweight = ctx.module.add_rms_norm_bwd(
+                    dy, dtotal, total, weight, rstd, ctx.weight_offset, seed, ctx.p, need[:3], x_dtype, residual_dtype
+                )
+                dbias = None
+            grads = (dresidual if need[0] and dx is None else dx, dresidual, dweight, dbias)
+        return None, None, *grads, *(None,) * 6
+
+
+def _unit_stride(grad: Tensor) -> Tensor:
+    return in_memory(grad if grad.stride(1) == 1 or grad.shape[1] == 1 else grad.contiguous())
+
+
+def _bwd_in_torch(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, centred: bool,
+    seed: Tensor | None, need: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, residual, weight and bias in differentiable torch ops, from whichever dy there are."""
+    acc = wide(total.dtype)
+    dsum = None if dtotal is None else dtotal.to(acc)
+    dweight = dbias = None
+    x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+    if dy is not None:
+        # A bias enters linearly: its value does not matter to any derivative.
+        bias = None if bias_dtype is None else total.new_zeros(total.shape[1], dtype=bias_dtype).requires_grad_()
+        with torch.enable_grad():
+            x = total.to(acc) if total.requires_grad else total.to(acc, copy=True).requires_grad_()
+
+        def norm() -> Tensor:
+            if centred:
+                return layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps, ctx.dtype)
+            return rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset, ctx.dtype)
+
+        wanted = (need[0] or need[1], *need[2:])
+        dnorm, dweight, dbias = differentiate(norm, (x, weight, bias), wanted, dy)
+        if dnorm is not None:
+            dsum = dnorm if dsum is None else dsum + dnorm
+    if dsum is None:
+        return None, None, dweight, dbias
+    dx = dsum if seed is None else dsum * dropout_factor(seed, ctx.p, dsum.shape, 1, acc)
+    return dx.to(x_dtype) if need[0] else None, dsum.to(residual_dtype) if need[1] else None, dweight, dbias
+
+
+def _wrap(centred: bool) -> Callable[[ModuleType], Callable[..., Pair]]:
+    """Make a whole op of a backend's pair."""
+
+    def wrap(module: ModuleType) -> Callable[..., Pair]:
+        def run(input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> Pair:
+            bias, eps, weight_offset, p, dtype, residual_dtype = (
+                (rest[0], rest[1], 0.0, *rest[2:]) if centred else (None, *rest)
+            )
+            hidden = math.prod(shape)
+            weight, bias = (None if t is None else flat_parameter(t, hidden) for t in (weight, bias))
+            y, total = _AddNorm.apply(
+                module, centred, rows_of(input, hidden), rows_of(residual, hidden), weight, bias, draw_seed(p, input),
+                eps, weight_offset, p, dtype, residual_dtype or residual.dtype,
+            )  # fmt: skip
+            return y.view(input.shape), total.view(input.shape)
+
+        return run
+
+    return wrap
+
+
+# ---------------------------------------------------------------- records
+
+_32, _16, _B, _64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+# (input, residual, residual_out, weight, bias) → output: uniform dtypes, an fp32 residual stream, and odd mixes.
+_MIXES: tuple[tuple[torch.dtype | None, ...], ...] = (
+    (_32, _32, None, _32, _32, None), (_B, _B, None, _B, _B, None), (_16, _16, None, _16, _16, None),
+    (_B, _32, None, _32, _32, None), (_16, _32, None, _16, _32, None), (_B, _B, _32, _32, _32, None),
+    (_B, _32, _B, _B, _B, _32), (_32, _B, None, _32, _32, _B), (_16, _32, _16, _32, _32, _16),
+    (_32, _16, _B, _16, _B, _32), (_64, _64, None, _64, _64, None),
+)  # fmt: skip
+_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((3, 1), 1), ((4, 7), 1), ((2, 3, 64), 1), ((5, 257), 1), ((9, 768), 1), ((4, 1023), 1), ((3, 5120), 1),
+    ((2, 12288), 1), ((2, 3, 4, 16), 2), ((7,), 1), ((0, 16), 1),
+)  # fmt: skip
+_FULL_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((65537, 8), 1), ((70000, 2, 8), 2), ((33, 1024), 1), ((2, 65537), 1), ((1, 1 << 20), 1), ((300, 3072), 1),
+    ((64, 8192), 1), ((37, 16384), 1), ((5, 50257), 1),
+)  # fmt: skip
+
+
+def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Callable[[str], Iterator[Case]]:
+    def case(
+        shape: tuple[int, ...], n: int, mix: tuple[torch.dtype | None, ...], keep: Sequence[str] = names, **more: Any
+    ) -> Case:
+        dtypes = dict(zip(("input", "residual", "weight", "bias"), (*mix[:2], *mix[3:5]), strict=True))
+        given = {"residual_dtype": mix[2]} if mix[2] else {}
+        found = {name: dtype for name, dtype in dtypes.items() if name in keep and dtype}
+        return Case(shape, n, found, mix[5], {**given, **more.pop("options", {})}, **more)
+
+    def listed(level: str) -> Iterator[Case]:
+        full = level == "full"
+        uniform, narrow, stream = _MIXES[0], _MIXES[1], _MIXES[3]
+        yield from (
+            case(shape, n, mix, options={"dropout_p": 0.25} if mix is stream else {})
+            for shape, n in _SHAPES + (_FULL_SHAPES if full else ())
+            for mix in (uniform, narrow, stream)
+        )
+        mixes = [
+            (x, r, o, w, w, y) for x in (_32, _16, _B) for r in (_32, _16, _B) for o in (None, _32, _16, _B)
+            for w in (_32, x) for y in (None, _32, _16, _B)
+        ] if full else []  # fmt: skip
+        yield from (
+            case((33, 136), 1, mix, options=option) for mix in (*_MIXES, *mixes) for option in ({}, {"dropout_p": 0.5})
+        )
+        yield from (
+            case((9, 768), 1, mix, layout=layout, options={"dropout_p": 0.1})
+            for layout in LAYOUTS
+            for mix in (uniform, narrow)
+            if layout != "contiguous"
+        )
+        yield from (
+            case((6, 512), 1, mix, values=values)
+            for values in VALUES
+            for mix in (uniform, stream)
+            if values != "normal"
+        )
+        yield from (case((9, 768), 1, stream, options=option) for option in ({"dropout_p": 1.0}, *options))
+        yield from (case((9, 768), 1, stream, keep=(*names[:2], *extra)) for extra in ((), *((n,) for n in names[2:])))
+
+    return lambda level: iter({found.id: found for found in listed(level)}.values())
+
+
+def _condition(centred: bool) -> Callable[[Sample, Pair], dict[str, Tensor]]:
+    of_norm = norm_condition(centred)
+
+    def condition(sample: Sample, grads: Pair) -> dict[str, Tensor]:
+        """Sizes of what is summed: by the add, by the norm of the rounded sum, and by both gradients of that."""
+        args, (dy, dsum) = sample.kwargs, grads
+        dims = len(sizes(args["normalized_shape"]))
+        factor, p = torch.ones((), dtype=dy.dtype, device=dy.device), args.get("dropout_p", 0.0)
+        if args.get("seed") is not None:
+            factor = dropout_factor(args["seed"], p, dy.shape, dims, dy.dtype)
+        found = of_norm(replace(sample, kwargs={**args, "input": args["rounded"]}), dy)
+        both = found["input"] + dsum.abs()
+        return {
+            **found,
+            "residual_out": args["residual"].abs() + args["input"].abs() * factor + torch.finfo(sample.arithmetic).tiny,
+            "residual": both,
+            "input": torch.where(both.isinf(), both, both * factor),  # 0·inf is no bound either
+        }
+
+    return condition
+
+
+def _terms(case: Case) -> dict[str, int]:
+    hidden = math.prod(norm_parameter_shape(case))
+    rows = math.prod(case.shape) // max(hidden, 1)
+    across = dict.fromkeys(("output", "input", "residual"), hidden)
+    return {**across, "residual_out": 2, "weight": rows * hidden, "bias": rows}
+
+
+def _bytes_moved(sample: Sample, direction: str) -> int:
+    """Count input, residual, sum and output forward; sum, dy, dsum and the summands' gradients backward.
+
+    Those are one tensor where neither dropout nor a dtype tells them apart.
+    """
+    x, residual = sample.kwargs["input"], sample.kwargs["residual"]
+    out = (sample.kwargs.get("out_dtype") or x.dtype).itemsize
+    total = (sample.kwargs.get("residual_dtype") or residual.dtype).itemsize
+    if direction == "fwd":
+        return int(x.numel() * (x.itemsize + residual.itemsize + total + out))
+    one = x.dtype is residual.dtype and not sample.kwargs.get("dropout_p")
+    return int(x.numel() * (2 * total + out + residual.itemsize + (0 if one else x.itemsize)))
+
+
+def _draw_options(
+    of_norm: Callable[[Random, Mapping[str, torch.dtype]], dict[str, Any]],
+) -> Callable[[Random, Mapping[str, torch.dtype]], dict[str, Any]]:
+    def draw(random: Random, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+        options = of_norm(random, dtypes)
+        if random.random() < 0.5:
+            options["dropout_p"] = random.choice((0.1, 0.5, 1.0, random.random()))
+        if random.random() < 0.5 and dtypes["residual"] is not _64:
+            options["residual_dtype"] = random.choice((_32, _16, _B))
+        return options
+
+    return draw
+
+
+def _defaults(kwargs: Any) -> dict[str, Any]:
+    seed = draw_seed(kwargs.get("dropout_p", 0.0), kwargs["input"])
+    return {} if seed is None else {"seed": seed}
+
+
+def _rms_defaults(kwargs: Any) -> dict[str, Any]:
+    eps = {"eps": default_eps(kwargs["input"].dtype)} if kwargs.get("eps") is None else {}
+    return {**_defaults(kwargs), **eps}
+
+
+registry.register(
+    OpSpec(
+        name="add_layer_norm",
+        family="norm",
+        function=add_layer_norm,
+        reference=add_layer_norm_reference,
+        wrap=_wrap(centred=True),
+        describe=_describe_add_layer_norm,
+        grads=("input", "residual", "weight", "bias"),
+        like_input=("residual",),
+        outputs=("output", "residual_out"),
+        pinned={"residual_out": "rounded"},
+        parameter_shape=norm_parameter_shape,
+        cases=_cases(("input", "residual", "weight", "bias"), ({"eps": 1e-12}, {"dropout_p": 1e-3})),
+        condition=_condition(centred=True),
+        terms=_terms,
+        bytes_moved=_bytes_moved,
+        draw_options=_draw_options(draw_norm_options((1e-5, 1e-12, 0.0))),
+        defaults=_defaults,
+    )
+)
+registry.register(
+    OpSpec(
+        name="add_rms_norm",
+        family="norm",
+        function=add_rms_norm,
+        reference=add_rms_norm_reference,
+        wrap=_wrap(centred=False),
+        describe=_describe_add_rms_norm,
+        grads=("input", "residual", "weight"),
+        like_input=("residual",),
+        outputs=("output", "residual_out"),
+        pinned={"residual_out": "rounded"},
+        parameter_shape=norm_parameter_shape,
+        cases=_cases(("input", "residual", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0, "dropout_p": 0.5})),
+        condition=_condition(centred=False),
+        terms=_terms,
+        bytes_moved=_bytes_moved,
+        draw_options=_draw_options(draw_norm_options((None, 1e-6, 1e-12, 0.0), offset=True)),
+        defaults=_rms_defaults,
+    )
+)

@@ -1,0 +1,57 @@
+"""Dropout without a stored mask: what an element is multiplied with is a function of a seed, its row and its column.
+
+The same function in plain PyTorch as in ``csrc/dropout.h`` and ``backends/triton/dropout.py``, bit for bit: four
+neighbours in a row share a call of Philox-4x32-10, and an element is kept where its 32-bit word is not below
+p·2³², so p is met to the nearest multiple of 2⁻³².
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def draw_seed(p: float, input: Tensor) -> Tensor | None:
+    """Draw a seed (int64, two numbers) from the generator of ``input``'s device, or none where nothing is dropped.
+
+    An operator of its own, so that a compiled graph draws what eager draws. Each call has an argument of its own:
+    PyTorch takes equal calls of an operator for one unless it knows it for random, and it knows only its own.
+    """
+    if not p > 0:
+        return None
+    seed: Tensor = torch.ops.fusedops.dropout_seed(torch.empty(0, dtype=torch.int64, device=input.device))
+    return seed
+
+
+def threshold_and_scale(p: float) -> tuple[int, float]:
+    """Return from which word on an element is kept, and what it is then multiplied with."""
+    return min(int(p * 2.0**32 + 0.5), _WORD), 1 / (1 - p) if p < 1 else 0.0
+
+
+def dropout_factor(seed: Tensor, p: float, shape: Sequence[int], dims: int, dtype: torch.dtype) -> Tensor:
+    """Return what dropout multiplies a tensor of ``shape`` with, whose rows are its last ``dims`` dimensions."""
+    hidden, rows = prod(shape[len(shape) - dims :]), prod(shape[: len(shape) - dims])
+    group = torch.arange((hidden + 3) // 4, device=seed.device)[None, :]
+    row = torch.arange(rows, device=seed.device)[:, None]
+    words = _philox((group, row & _WORD, row >> 32, seed[1] & _WORD), seed[0] & _WORD, seed[0] >> 32 & _WORD)
+    word = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :hidden]
+    threshold, scale = threshold_and_scale(p)
+    return ((word >= threshold).to(dtype) * scale).reshape(shape)
+
+
+def _philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key0: Tensor, key1: Tensor) -> tuple[Tensor, ...]:
+    """Philox-4x32-10 on 32-bit words in int64: the bits of a product are right although its sign may not be."""
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (odd >> 32 & _WORD) ^ c1 ^ key0, odd & _WORD
+        c2, c3 = (even >> 32 & _WORD) ^ c3 ^ key1, even & _WORD
+        key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
+    return c0, c1, c2, c3
