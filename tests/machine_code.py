@@ -35,7 +35,8 @@ def instructions(cubin: Path) -> dict[str, Counter[str]]:
         accesses = (m for m in mnemonics if re.match(r"(LD|ST|ATOM|RED)", m) and not m.startswith("LDC"))
         line = part.splitlines()[0].strip()
         name = re.search(r"(\w+_kernel(<.*>)?)\(", line)
-        found[name[1].replace("__nv_bfloat16", "bf16") if name else line] = Counter(accesses)
+        short = name[1].replace("__nv_bfloat16", "bf16").replace("fusedops::cuda::", "") if name else line
+        found[short] = Counter(accesses)
     return found
 
 

@@ -24,17 +24,20 @@ NORMS = """
 #include "cuda/norm_fwd.cuh"
 namespace fusedops::cuda {
 using bf16 = __nv_bfloat16;
-template __global__ void norm_fwd_kernel<float, float, false, 4>(FwdParams);
-template __global__ void norm_fwd_kernel<float, float, true, 6>(FwdParams);
-template __global__ void norm_fwd_kernel<bf16, bf16, false, 4>(FwdParams);
-template __global__ void norm_fwd_kernel<bf16, float, true, 2>(FwdParams);
-template __global__ void norm_fwd_wide_kernel<bf16, bf16, false>(FwdParams);
-template __global__ void norm_fwd_wide_kernel<float, bf16, true>(FwdParams);
-template __global__ void norm_bwd_kernel<bf16, bf16, false, 8, 2>(BwdParams);
-template __global__ void norm_bwd_kernel<float, float, true, 16, 1>(BwdParams);
-template __global__ void norm_bwd_kernel<float, bf16, false, 8, 2>(BwdParams);
+template __global__ void norm_fwd_kernel<InputRow<float, float>, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<InputRow<float, float>, true, 6>(FwdParams);
+template __global__ void norm_fwd_kernel<InputRow<bf16, bf16>, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<InputRow<bf16, float>, true, 2>(FwdParams);
+template __global__ void norm_fwd_wide_kernel<InputRow<bf16, bf16>, false>(FwdParams);
+template __global__ void norm_fwd_wide_kernel<InputRow<float, bf16>, true>(FwdParams);
+template __global__ void norm_bwd_kernel<bf16, bf16, false, false, 8, 2>(BwdParams);
+template __global__ void norm_bwd_kernel<float, float, true, false, 16, 1>(BwdParams);
+template __global__ void norm_bwd_kernel<float, bf16, false, false, 8, 2>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<bf16, bf16, false>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<float, float, true>(BwdParams);
+template __global__ void norm_fwd_kernel<SumRow<bf16, bf16, bf16>, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<SumRow<bf16, float, bf16>, true, 4>(FwdParams);
+template __global__ void norm_bwd_kernel<bf16, bf16, false, true, 8, 2>(BwdParams);
 template __global__ void norm_bwd_columns_kernel<float, float, false>(BwdParams);
 }
 """
@@ -42,7 +45,7 @@ template __global__ void norm_bwd_columns_kernel<float, float, false>(BwdParams)
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
-    """Accesses by kernel, under names as `norm_fwd_kernel<bf16, float, true, 2>`."""
+    """Accesses by kernel, under names as `norm_fwd_kernel<InputRow<bf16, float>, true, 2>`."""
     compiler = tool("nvcc")
     if compiler is None:
         pytest.skip("no nvcc")
@@ -71,10 +74,10 @@ def test_nothing_lies_in_local_memory(kernels):
 
 # Bits of a vector of x and of y, and vectors a thread: 16 bytes of the wider dtype, as many elements of the other.
 FORWARD = {
-    "norm_fwd_kernel<float, float, false, 4>": (128, 128, 4),
-    "norm_fwd_kernel<float, float, true, 6>": (128, 128, 6),
-    "norm_fwd_kernel<bf16, bf16, false, 4>": (128, 128, 4),
-    "norm_fwd_kernel<bf16, float, true, 2>": (64, 128, 2),
+    "norm_fwd_kernel<InputRow<float, float>, false, 4>": (128, 128, 4),
+    "norm_fwd_kernel<InputRow<float, float>, true, 6>": (128, 128, 6),
+    "norm_fwd_kernel<InputRow<bf16, bf16>, false, 4>": (128, 128, 4),
+    "norm_fwd_kernel<InputRow<bf16, float>, true, 2>": (64, 128, 2),
 }
 
 
@@ -91,9 +94,9 @@ def test_forward_reads_and_writes_rows_in_whole_vectors(kernels, kernel):
 
 # Bits of a copy of x and of dy, and vectors of dx that a tile of a thread has.
 BACKWARD = {
-    "norm_bwd_kernel<bf16, bf16, false, 8, 2>": (128, 128, 2),
-    "norm_bwd_kernel<float, float, true, 16, 1>": (128, 128, 4),
-    "norm_bwd_kernel<float, bf16, false, 8, 2>": (128, 64, 4),
+    "norm_bwd_kernel<bf16, bf16, false, false, 8, 2>": (128, 128, 2),
+    "norm_bwd_kernel<float, float, true, false, 16, 1>": (128, 128, 4),
+    "norm_bwd_kernel<float, bf16, false, false, 8, 2>": (128, 64, 4),
 }
 
 
@@ -113,10 +116,11 @@ def test_backward_copies_and_writes_rows_in_whole_vectors(kernels, kernel):
 # Kernels that also take rows element by element, where they are misaligned: bits of a vector loaded and of one stored,
 # and the widths of single elements and statistics stored.
 WIDE = {
-    "norm_fwd_wide_kernel<bf16, bf16, false>": (128, 128, {16, 32}),
-    "norm_fwd_wide_kernel<float, bf16, true>": (128, 64, {16, 32}),
-    "norm_bwd_wide_kernel<bf16, bf16, false>": (128, 128, {16}),
-    "norm_bwd_wide_kernel<float, float, true>": (128, 128, {32}),
+    "norm_fwd_wide_kernel<InputRow<bf16, bf16>, false>": (128, 128, {16, 32}),
+    "norm_fwd_wide_kernel<InputRow<float, bf16>, true>": (128, 64, {16, 32}),
+    # The gradients of an add + norm are stored in any dtype.
+    "norm_bwd_wide_kernel<bf16, bf16, false>": (128, 128, {16, 32}),
+    "norm_bwd_wide_kernel<float, float, true>": (128, 128, {16, 32, 64}),
 }
 
 
@@ -125,6 +129,26 @@ def test_wide_rows_have_a_path_of_whole_vectors(kernels, kernel):
     load, store, single = WIDE[kernel]
     assert set(widths(kernels[kernel], "stream")) == {load}
     assert set(widths(kernels[kernel], "store")) == {store, *single}
+
+
+# Bits of a vector of input, residual, sum and y.
+SUMS = {
+    "norm_fwd_kernel<SumRow<bf16, bf16, bf16>, false, 4>": ({128}, {128}),
+    "norm_fwd_kernel<SumRow<bf16, float, bf16>, true, 4>": ({64, 128}, {64, 128}),
+}
+
+
+@pytest.mark.parametrize("kernel", SUMS)
+def test_sums_are_read_and_written_in_whole_vectors(kernels, kernel):
+    loads, stores = SUMS[kernel]
+    assert set(widths(kernels[kernel], "stream")) == loads
+    assert set(widths(kernels[kernel], "store")) == {32, *stores}
+
+
+def test_the_gradient_of_a_sum_is_copied_and_written_in_whole_vectors(kernels):
+    accesses = kernels["norm_bwd_kernel<bf16, bf16, false, true, 8, 2>"]
+    assert set(widths(accesses, "copy")) == {128}
+    assert set(widths(accesses, "store")) == {32, 128}
 
 
 def test_column_sums_read_rows_in_whole_vectors(kernels):

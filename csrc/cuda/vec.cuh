@@ -203,7 +203,11 @@ __device__ inline void store_rounded_as(void* p, int64_t at, int left, bool alig
 #pragma unroll
     for (int j = 0; j < kPart; ++j) x[part + j] = widen(v.v[j]);
     if (aligned) {
-      if (left > 0) store(out + part, v);
+      if (left > 0) {
+        typename Vec<T, kPart>::Raw raw;
+        memcpy(&raw, &v, sizeof v);
+        store_whole(out + part, raw);
+      }
     } else {
 #pragma unroll
       for (int j = 0; j < kPart; ++j) {
