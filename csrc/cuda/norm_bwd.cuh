@@ -348,17 +348,23 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
         if (p.n.weight) g[j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
       }
     };
-    acc_t sums[kSums] = {};
+    ExactSum<acc_t> exact[kSums];
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
       acc_t xhat[kVec], g[kVec];
       read(i, xhat, g);
+      acc_t part[kSums] = {};
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        sums[0] += g[j] * xhat[j];
-        if constexpr (!kRms) sums[1] += g[j];
+        part[0] += g[j] * xhat[j];
+        if constexpr (!kRms) part[1] += g[j];
       }
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) exact[k].add(part[k]);
     }
+    acc_t sums[kSums];
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) sums[k] = exact[k].total();
     row_sum_each(sums, exchange[turn], blockDim.x / kWarp, 1);
     turn ^= 1;
     const acc_t mean_gx = sums[0] / p.hidden, mean_g = kRms ? acc_t(0) : sums[kSums - 1] / p.hidden;
@@ -393,7 +399,7 @@ __global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel
   constexpr int kVec = vec_width<x_t, dy_t>;
   __shared__ acc_t sums[kColumnRows][kWarp * kVec];
   const int col = (blockIdx.x * kWarp + threadIdx.x) * kVec, left = p.hidden - col;
-  acc_t dweight[kVec] = {}, dbias[kVec] = {};
+  ExactSum<acc_t> dweight[kVec], dbias[kVec];
 #pragma unroll 2
   for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < p.n.rows; row += gridDim.y * kColumnRows) {
     const auto x = load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned);
@@ -402,15 +408,15 @@ __global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      dweight[j] += widen(dy.v[j]) * ((widen(x.v[j]) - mean) * rstd);
-      if constexpr (!kRms) dbias[j] += widen(dy.v[j]);
+      dweight[j].add(widen(dy.v[j]) * ((widen(x.v[j]) - mean) * rstd));
+      if constexpr (!kRms) dbias[j].add(widen(dy.v[j]));
     }
   }
   acc_t* partial = static_cast<acc_t*>(p.n.workspace);  // [dweight, dbias][partial_rows][hidden]
-  const auto write_partial = [&](const acc_t(&mine)[kVec]) {
+  const auto write_partial = [&](const ExactSum<acc_t>(&mine)[kVec]) {
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) sums[threadIdx.y][threadIdx.x * kVec + j] = mine[j];
+    for (int j = 0; j < kVec; ++j) sums[threadIdx.y][threadIdx.x * kVec + j] = mine[j].total();
     __syncthreads();
     for (int c = threadIdx.y * kWarp + threadIdx.x; c < kWarp * kVec; c += kWarp * kColumnRows) {
       acc_t sum = 0;

@@ -199,7 +199,8 @@ __device__ inline void write_y(const FwdParams& p, y_t* y_row, int col, acc_t rs
 }
 
 // One block a row of any width, alignment and parameters. Each thread keeps its own columns in shared memory, so no
-// barrier guards them.
+// barrier guards them. The variance is the corrected two-pass one (Chan, Golub, LeVeque 1983): what the mean was off by
+// shows as the mean of what is left.
 template <class Row, bool kRms>
 __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams p) {
   using acc_t = typename Row::acc_t;
@@ -217,27 +218,40 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     const auto read = [&](int i) {
       return p.staged ? stage[i] : source.read_again(i * kVec, p.hidden - i * kVec, p.aligned);
     };
-    acc_t sum = 0;
+    ExactSum<acc_t> sum;
     if (p.staged || !kRms || Row::kStores) {
 #pragma unroll 2
       for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
         const Kept x = source.read(i * kVec, p.hidden - i * kVec, p.aligned);
         if (p.staged) stage[i] = x;
+        acc_t part = 0;
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sum += widen(x.v[j]);
+        for (int j = 0; j < kVec; ++j) part += widen(x.v[j]);
+        sum.add(part);
       }
     }
-    const acc_t mean = kRms ? acc_t(0) : row_sum(sum) / p.hidden;
-    acc_t squares = 0;
+    acc_t mean = kRms ? acc_t(0) : row_sum(sum.total()) / p.hidden;
+    ExactSum<acc_t> squares, rest;
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
       const Kept x = read(i);
+      acc_t part = 0, off = 0;
       for_valid<kVec>(p.hidden - i * kVec, [&](int j) {
         const acc_t d = widen(x.v[j]) - mean;
-        squares += d * d;
+        part += d * d;
+        off += d;
       });
+      squares.add(part);
+      if constexpr (!kRms) rest.add(off);
     }
-    const acc_t rstd = inverse_sqrt(row_sum(squares) / p.hidden + static_cast<acc_t>(p.n.eps));
+    acc_t variance = row_sum(squares.total()) / p.hidden;
+    if constexpr (!kRms) {
+      const acc_t off = row_sum(rest.total()) / p.hidden;
+      variance -= off * off;
+      if (variance < 0) variance = 0;
+      mean += off;
+    }
+    const acc_t rstd = inverse_sqrt(variance + static_cast<acc_t>(p.n.eps));
     write_stats<kRms>(p, row, mean, rstd);
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {

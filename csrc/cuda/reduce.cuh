@@ -39,6 +39,20 @@ __device__ inline acc_t warp_sum_each(acc_t (&v)[kN]) {
   return v[0];
 }
 
+// A sum that keeps what rounding takes from it, so that a thread adds up a long row as exactly as a short one.
+// Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
+template <class acc_t>
+struct ExactSum {
+  acc_t high = 0, low = 0;
+
+  __device__ void add(acc_t x) {
+    const acc_t sum = high + x, added = sum - high;
+    low += (high - (sum - added)) + (x - added);
+    high = sum;
+  }
+  __device__ acc_t total() const { return low == low ? high + low : high; }  // of an infinite sum, low is NaN
+};
+
 // Sum over a block's warps, or over the one warp of a row where rows share a block (warps == 1). Two buffers in turn
 // make one barrier enough: a buffer is written again only after the barrier that follows its reading.
 template <class acc_t>
