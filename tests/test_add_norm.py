@@ -266,7 +266,9 @@ def test_autocast_leaves_the_residual_alone(spec: OpSpec, backend: str) -> None:
 @pytest.mark.parametrize("kind", ["negative", "zeros"])
 def test_tensors_that_are_not_in_memory(spec: OpSpec, kind: str, backend: str) -> None:
     def lazy(*shape: int) -> Tensor:
-        return torch._neg_view(torch.randn(shape)) if kind == "negative" else torch._efficientzerotensor(shape)
+        if kind == "negative":
+            return torch._neg_view(torch.randn(shape))
+        return torch._efficientzerotensor(shape, device=torch.get_default_device())
 
     given = [lazy(5, 16), lazy(5, 16), *(lazy(16) for _ in spec.grads[2:])]
     grads = lazy(5, 16), lazy(5, 16)

@@ -3,7 +3,7 @@
 Apex is known by its extensions, never by the name ``apex``, which on PyPI belongs to another project. They are loaded
 at the first call that asks for them: ``fused_layer_norm_cuda`` serves the norms, ``fast_layer_norm`` LayerNorm at its
 own list of widths. What Apex gets wrong is refused: its Adam (1 - beta2 in fp32), 16-bit weights (x̂, scaling and
-shift are each rounded to 16 bits: up to 1,200 times the bound near zero, measured on an H200), bf16 input with fp32
+shift are each rounded to 16 bits: up to 1,200 times the bound near zero, measured on an H200), 16-bit input with fp32
 weights (its dispatch has no such case), rows wider than 65,536 (sums lose digits: 6 times the bound at 524,287), 2³¹
 elements or more (32-bit offsets), tracing. The memory-efficient variant is not used (it loses the gradient of weights
 near zero). Its launches follow the current device, so the tensor's is made current.
@@ -87,20 +87,18 @@ def _need(name: str) -> ModuleType:
 
 
 def _refuse_norm(call: Call) -> str | None:
-    """Fp32 throughout, fp16 input with fp32 parameters and output, or one dtype without parameters."""
+    """Fp32 throughout, or one dtype without parameters."""
     module = extension("fused_layer_norm_cuda")
     if isinstance(module, str):
         return module
     dtypes = dict(call.dtypes)
     if call.op == "layer_norm" and ("weight" in dtypes) != ("bias" in dtypes):
         return "it takes weight and bias together or neither"
-    kinds = set(dtypes.values())
-    if "weight" in dtypes and dtypes["weight"] in _NARROW and len(kinds) == 1:
+    if len(set(dtypes.values())) > 1:
+        return "it takes one dtype throughout"
+    if "weight" in dtypes and dtypes["weight"] in _NARROW:
         return f"with {dtypes['weight']} weights it rounds three times where one rounding is promised"
-    mixed = "weight" in dtypes and dtypes.pop("input") is torch.float16 and set(dtypes.values()) == {torch.float32}
-    if len(kinds) == 1 or mixed:
-        return None
-    return "it takes fp32 throughout, or fp16 input with fp32 parameters and fp32 output"
+    return None
 
 
 def _refuse_adam(call: Call) -> str:
@@ -128,10 +126,7 @@ def layer_norm_fwd(
         elif _fast_serves(x, weight, bias):
             y, mean, rstd = _need("fast_layer_norm").ln_fwd(x, weight, bias, eps)
         else:
-            fused = _need("fused_layer_norm_cuda")
-            uniform = x.dtype == weight.dtype
-            forward = fused.forward_affine if uniform else fused.forward_affine_mixed_dtypes
-            y, mean, rstd = forward(x, hidden, weight, bias, eps)
+            y, mean, rstd = _need("fused_layer_norm_cuda").forward_affine(x, hidden, weight, bias, eps)
     return y, mean, rstd
 
 
@@ -173,10 +168,8 @@ def rms_norm_fwd(
     with torch.cuda.device(x.device):
         if weight is None:
             y, rstd = fused.rms_forward(x, hidden, eps)
-        elif x.dtype == weight.dtype:
-            y, rstd = fused.rms_forward_affine(x, hidden, weight, eps)
         else:
-            y, rstd = fused.rms_forward_affine_mixed_dtypes(x, hidden, weight, eps)
+            y, rstd = fused.rms_forward_affine(x, hidden, weight, eps)
     return y, rstd
 
 
@@ -200,10 +193,9 @@ def rms_norm_bwd(
 
 
 def _fast_serves(x: Tensor, weight: Tensor, other: Tensor) -> bool:
-    """Tell whether ``fast_layer_norm`` can: its widths, one dtype, 16-byte alignment (which it does not check)."""
+    """Tell whether ``fast_layer_norm`` can: its widths, 16-byte alignment (which it does not check)."""
     return (
         x.shape[1] in FAST_WIDTHS
-        and x.dtype == weight.dtype == other.dtype
         and all(tensor.data_ptr() % 16 == 0 for tensor in (x, weight, other))
         and not isinstance(extension("fast_layer_norm"), str)
     )

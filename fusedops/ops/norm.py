@@ -157,10 +157,11 @@ def layer_norm_reference(
     # Over one dimension: with several and many rows, PyTorch 2.11's dweight has the wrong shape on CUDA.
     x = input.to(acc).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
     w, b = (None if t is None else t.to(acc).reshape(hidden) for t in (weight, bias))
-    if x.numel() and (w is not None or b is None):
+    own = CONFIG.disabled or not input.is_cuda  # see _standardize
+    if own and (w is not None or b is None):
         y = F.layer_norm(x, (hidden,), w, b, eps)
-    else:  # PyTorch has no second derivative of a bias alone, and on CUDA (2.11) wrong gradients of no rows
-        y = F.layer_norm(x, (hidden,), None, None, eps)
+    else:  # PyTorch has no second derivative of a bias alone
+        y = F.layer_norm(x, (hidden,), None, None, eps) if own else _standardize(x, eps)
         y = y if w is None else y * w
         y = y if b is None else y + b
     return y.reshape(input.shape).to(out_dtype or input.dtype)
@@ -173,14 +174,24 @@ def rms_norm_reference(
     """Compute ``rms_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
     acc = wide(input.dtype)
     eps = default_eps(input.dtype) if eps is None else eps
-    if input.is_cuda and not CONFIG.disabled:
-        # PyTorch 2.11's own there makes NaN of all of a row that has an inf, is off by 2.8 of our bound in dweight at
-        # 2^20 columns, and can't be compiled with symbolic sizes.
+    if input.is_cuda and not CONFIG.disabled:  # see _standardize
         x = input.to(acc)
         y = x * torch.rsqrt(x.square().mean(list(range(-len(normalized_shape), 0)), keepdim=True) + eps)
     else:
         y = F.rms_norm(input.to(acc), list(normalized_shape), None, eps)
     return (y if weight is None else y * (weight.to(acc) + weight_offset)).to(out_dtype or input.dtype)
+
+
+def _standardize(x: Tensor, eps: float) -> Tensor:
+    """Return rows of mean 0 and variance 1, with the corrected two-pass variance (Chan, Golub, LeVeque 1983).
+
+    On CUDA PyTorch's own norms (2.11) can't be the truth: LayerNorm's dbias has no elements where dweight is not
+    wanted, in wide rows of tiny spread its fp32 results are off by 1.5 of our bound; RMSNorm makes NaN of all of a row
+    that has an inf, is off by 2.8 of the bound in dweight at 2^20 columns, and can't be compiled with symbolic sizes.
+    """
+    x = x - x.mean(-1, keepdim=True)
+    x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 # ---------------------------------------------------------------- checks and dispatch
