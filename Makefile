@@ -4,7 +4,8 @@
 # make clean   remove what was made here
 #
 # PYTHON, VENV, TORCH, EXTRAS, ARGS (of `fusedops train`), PYTEST_ARGS can be given: make train ARGS="--steps 50".
-# A torch >= 2.11 that PYTHON already has is used as it is; else one is installed into VENV.
+# A torch >= 2.11 that PYTHON already has is used as it is, unless PYTHON is a virtual environment's own, which VENV can't
+# see; else one is installed into VENV.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +22,8 @@ CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o 
 # A build with other settings is another build.
 BUILT := $(VENV)/built-$(or $(FUSEDOPS_CUDA),auto)-$(or $(FUSEDOPS_NATIVE),1)-$(or $(FUSEDOPS_WERROR),0)
 
-HAS_TORCH = $(PYTHON) -c 'import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null
+HAS_TORCH = $(PYTHON) -c 'import sys, torch; \
+	sys.exit(sys.prefix != sys.base_prefix or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null
 HAS_GPU = nvidia-smi -L >/dev/null 2>&1
 CPU_TORCH := torch==2.13.0
 CPU_TRITON := triton==3.7.1
