@@ -11,6 +11,7 @@ Errors in ULPs, ours and PyTorch's own in the same dtype, are reported and never
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -360,6 +361,7 @@ def compare(
     wide: bool = False,
     extra_ulps: float = 0.0,
     factor: float = 1.0,
+    beside: bool = True,
 ) -> Comparison:
     """Judge a tensor elementwise.
 
@@ -374,6 +376,7 @@ def compare(
         wide: arithmetic was fp64.
         extra_ulps: further ULPs allowed; see ``EXTRA_ULPS``.
         factor: on the whole bound; see ``OpSpec.tolerance_overrides``.
+        beside: report the baseline's ULPs, at the price of another judgement.
 
     Returns:
         The worst element.
@@ -399,7 +402,7 @@ def compare(
     worst = share.argmax()
     shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
     own = want.new_tensor(math.nan)
-    if baseline is not None:
+    if baseline is not None and beside:
         own = torch.where(unspecified, 0.0, _error(baseline.detach().to(want.device).double(), want, dtype)) / shown
     at = [t.flatten()[worst] for t in (share, got, want, bound)]  # read back together: on a GPU each read is a wait
     read = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
@@ -408,10 +411,16 @@ def compare(
     return Comparison(name, index=tuple(int(i) for i in index), **dict(zip(keys, read, strict=True)))
 
 
+@functools.cache
+def _first_infinite(dtype: torch.dtype) -> float:
+    """Return the first number that rounds to inf."""
+    largest = torch.finfo(dtype).max
+    return largest + float(ulp(torch.tensor(largest, dtype=torch.float64, device="cpu"), dtype))
+
+
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
     """Return |got − want|; an inf that stands for an overflow counts as the first number that rounds to it."""
-    info = torch.finfo(dtype)
-    limit = want.abs().clamp(min=info.max + float(ulp(torch.tensor(info.max, dtype=torch.float64), dtype)))
+    limit = want.abs().clamp(min=_first_infinite(dtype))
     overflow = got.isinf() & want.isfinite() & (got.sign() == want.sign())
     error = (torch.where(overflow, limit.copysign(want), got) - want).abs()
     same = (got == want) | (got.isnan() & want.isnan())
@@ -442,7 +451,7 @@ class Outcome:
 
 def judge(
     spec: OpSpec, case: Case, sample: Sample, grad: Any, results: Mapping[str, Tensor],
-    *, backend: str = "", seed: int = 0, on: str = "cpu",
+    *, backend: str = "", seed: int = 0, on: str = "cpu", beside: bool = True,
 ) -> Outcome:  # fmt: skip
     """Hold results of a sample to the truth.
 
@@ -455,6 +464,7 @@ def judge(
         backend: who made them; decides which declared allowances apply.
         seed: for the message.
         on: the device that computes the truth and compares.
+        beside: report PyTorch's own ULPs as well, which a sweep reads only where something is wrong.
 
     Returns:
         One comparison for each of ``results``.
@@ -477,6 +487,7 @@ def judge(
                 wide=case.dtypes["input"] is torch.float64,
                 extra_ulps=extra,
                 factor=factor,
+                beside=beside,
             )
         )
     return Outcome(spec.name, backend, device, case, seed, tuple(comparisons))

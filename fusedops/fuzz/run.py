@@ -78,9 +78,11 @@ def run(cell: Cell, drawn: Drawn, device: str) -> Found:
     if not drawn.wanted:
         outputs = tuple(results[name] for name in sample.outputs)
         grad(outputs if len(outputs) > 1 else outputs[0])
-    outcome = testing.judge(
-        cell.spec, case, sample, kept[-1], results, backend=cell.backend, seed=drawn.seed, on=device
+    judge = functools.partial(
+        testing.judge, cell.spec, case, sample, kept[-1], results, backend=cell.backend, seed=drawn.seed, on=device
     )
+    outcome = judge(beside=False)
+    outcome = outcome if outcome.passed else judge(beside=True)
     tensors = [*(sample.kwargs[name] for name in sample.grads), *testing.outputs_of(kept[-1])]
     return Found(
         backward=bool(drawn.wanted),
