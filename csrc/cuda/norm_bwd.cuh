@@ -14,6 +14,8 @@
 // input with, and is written only where dropout or another dtype makes it another tensor.
 #pragma once
 
+#include <type_traits>
+
 #include "../norm.h"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -32,7 +34,7 @@ struct BwdParams {
 // Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
 template <class x_t, class dy_t, bool kAdd, int kElems>
 constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
-                               : kElems == 8                    ? (sizeof(x_t) == sizeof(dy_t) && !kAdd ? 1024 : 768)
+                               : kElems == 8                    ? (std::is_same_v<x_t, dy_t> && !kAdd ? 1024 : 768)
                                : sizeof(x_t) == sizeof(dy_t)    ? 384
                                                                 : 320;
 
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       for (int q = 0; q < kRows; ++q) {
         if (q < tile_rows) {
           x_t* dx_row = static_cast<x_t*>(p.n.dx) + (row + q) * p.hidden;  // [hidden]
-          const acc_t mean_gx = sums[q] * inverse_hidden;
+          const acc_t slope = sums[q] * inverse_hidden * rstd[q];          // of dx in x, over -rstd
           const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
 #pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
@@ -240,8 +242,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
             load_shared(weight + column(i), w);
 #pragma unroll
             for (int j = 0; j < kVec; ++j) {
-              const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
-              dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - xhat * mean_gx);
+              dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - (widen(x.v[j]) - mean[q]) * slope);
             }
             if (column(i) >= p.hidden) continue;
             if constexpr (kAdd) {
