@@ -17,7 +17,8 @@ struct Dropout {
 // The share p of elements is dropped, to the nearest multiple of 2^-32; none is kept at p = 1, whatever the words.
 inline Dropout make_dropout(const int64_t* seed, double p) {
   const auto threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
-  return {seed, static_cast<uint32_t>(threshold < UINT32_MAX ? threshold : UINT32_MAX), p < 1 ? 1 / (1 - p) : 0};
+  if (threshold > UINT32_MAX) return {seed, UINT32_MAX, 0};
+  return {seed, static_cast<uint32_t>(threshold), 1 / (1 - p)};
 }
 
 // What kN elements of a row are multiplied with, from column `col` on, which is a multiple of kN or of 4. Four

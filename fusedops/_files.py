@@ -56,9 +56,15 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
             flush(path)
+        old = target.with_name(f"tmp-{os.getpid()}-old")
         if target.exists():
-            target.rename(target.with_name(f"tmp-{os.getpid()}-old"))
-        temporary.rename(target)
+            target.rename(old)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
     finally:
         for left_over in target.parent.glob(f"tmp-{os.getpid()}*"):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -99,6 +105,8 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
                 if error.errno not in _NO_LOCKS:
                     raise
         yield held
+        if held and fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing does not where a forked child holds a copy
     finally:
         os.close(descriptor)
 

@@ -413,9 +413,9 @@ def compare(
 
 @functools.cache
 def _first_infinite(dtype: torch.dtype) -> float:
-    """Return the first number that rounds to inf."""
+    """Return the first number that rounds to inf, half a spacing beyond the largest finite one."""
     largest = torch.finfo(dtype).max
-    return largest + float(ulp(torch.tensor(largest, dtype=torch.float64, device="cpu"), dtype))
+    return largest + float(ulp(torch.tensor(largest, dtype=torch.float64, device="cpu"), dtype)) / 2
 
 
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:

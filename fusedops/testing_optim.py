@@ -198,7 +198,8 @@ def _judge_tensor(name: str, out: Tensor, right: Tensor, slack: Tensor) -> Judge
         return Judgement(name, 0.0, 0.0, None)
     finite = right.isfinite()
     # Inf is right where the truth lies beyond what the dtype holds.
-    beyond = finite & (right.abs() + slack >= torch.finfo(out.dtype).max)
+    largest = torch.finfo(out.dtype).max
+    beyond = finite & (right.abs() + slack >= largest + ulp(right.new_tensor(largest), out.dtype) / 2)
     finite = finite & ~(beyond & (out.double() == torch.copysign(torch.full_like(right, math.inf), right)))
     if not torch.equal(finite, out.isfinite()):
         return Judgement(name, math.inf, math.inf, "inf and NaN are elsewhere than in the truth")

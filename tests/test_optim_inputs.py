@@ -254,3 +254,38 @@ def test_fp32_gradients_of_bf16_parameters(options, backend, device, need_backen
     optimizer.step()
     expected = torch.lerp(before, p.grad, 0.1)  # nothing has been rounded to bf16
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_frozen_parameter_may_have_any_dtype():
+    quantised = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    optim.AdamW([ones(4), quantised]).step()
+    assert quantised.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_a_refused_step_leaves_other_groups_as_they_were(backend, device, need_backend):
+    """Group 0 is to trade its masters for compensations, but group 1 is refused."""
+    need_backend(backend)
+    groups = [
+        {"params": [ones(4, device=device, dtype=torch.bfloat16)], "master_weights": True},
+        {"params": [ones(4, device=device)]},
+    ]
+    optimizer = build(optim.AdamW, groups, backend)
+    optimizer.step()
+    before = snapshot(optimizer)
+    optimizer.param_groups[0].update(master_weights=False, kahan_sum=True)
+    optimizer.param_groups[1]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="group 1: lr"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_a_backward_through_overwritten_weights_is_refused(backend, device, need_backend):
+    need_backend(backend)
+    p = ones(4, device=device)
+    optimizer = build(optim.AdamW, [p], backend)
+    loss = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -35,6 +35,8 @@ ARCHITECTURES = {75: 64, 80: 163, 90: 227, 100: 227, 120: 99}
 WIDTHS = (64, 256, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 32768, 50257)
 # A 32,768-wide fp32 row on 1,024 threads is one register short, which costs less than reading the row twice.
 ONE_REGISTER = 8  # bytes, stored and loaded
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+OLD_SPILLS = 32  # Triton 3.6's assembler for 12.0 spills that much of Adam's update with fp32 state; 3.7's does not
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -85,7 +87,8 @@ def compiler(monkeypatch, tmp_path):
         monkeypatch.setattr(norm, "device_limits", lambda _: limits)
         call()
         for kernel in made:
-            assert kernel.spilled <= ONE_REGISTER, (kernel.name, kernel.registers, kernel.spilled)
+            few = OLD_SPILLS if OLD and architecture == 120 and kernel.name == "adam_kernel" else ONE_REGISTER
+            assert kernel.spilled <= few, (kernel.name, kernel.registers, kernel.spilled)
             assert kernel.shared <= limits.shared_bytes, kernel.name
         return made
 
@@ -235,10 +238,7 @@ def adam_calls(param: torch.dtype, state: torch.dtype, kept: str, amsgrad: bool)
         (BF16, F32, "stochastic", False),
     ],
 )
-def test_adam_compiles_with_vectors(compiler, architecture, param, state, kept, amsgrad, request):
-    if architecture == 120 and state == F32:
-        old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-        request.applymarker(pytest.mark.xfail(old, reason="Triton 3.6's assembler spills 16 to 32 bytes for 12.0"))
+def test_adam_compiles_with_vectors(compiler, architecture, param, state, kept, amsgrad):
     for name, call in adam_calls(param, state, kept, amsgrad).items():
         made = {kernel.name: kernel for kernel in compiler(architecture, call)}
         if name == "step":

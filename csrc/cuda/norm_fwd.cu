@@ -30,11 +30,11 @@ bool is_aligned(const NormFwd& n) {
 
 // Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle; six where
 // two rows fit an SM with six but not with four (fp32 12288: 86 % of the copy, 76 % with four; H200).
-int vectors_a_thread(int vecs, int most) {
+int vectors_a_thread(int vecs, int most, int threads) {
   const int whole_warps = (vecs + kWarp - 1) / kWarp;
   if (whole_warps <= 4) return whole_warps;
   if (vecs > 4 * 512 && vecs <= most * 512) return most;
-  return vecs % (3 * kWarp) == 0 && vecs % (4 * kWarp) != 0 ? 3 : 4;
+  return vecs % (3 * kWarp) == 0 && vecs % (4 * kWarp) != 0 && vecs / 3 <= threads ? 3 : 4;
 }
 
 // One read of rows in registers, where they fit; false: they do not.
@@ -43,7 +43,7 @@ bool launch_rows(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
   const int hidden = static_cast<int>(n.hidden);
   const auto grid_for = [&](int rows) { return (n.rows + rows - 1) / rows; };
   const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
-  const int held = vectors_a_thread(vecs, kFwdVecs<Row>);
+  const int held = vectors_a_thread(vecs, kFwdVecs<Row>, kFwdThreads<Row>);
   const int threads = round_up((vecs + held - 1) / held, kWarp);
   const int rows = threads == kWarp ? kNarrowRows : 1;
   const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);

@@ -253,7 +253,6 @@ void register_add_norms(torch::Library& m) {
   m.impl("add_rms_norm", &add_rms_norm_kernel);
   m.impl("add_rms_norm_fwd", &add_rms_norm_fwd_kernel);
   m.impl("add_rms_norm_bwd", &add_rms_norm_bwd_kernel);
-  m.impl("dropout_seed", &dropout_seed_kernel);
 }
 
 }  // namespace
@@ -321,6 +320,8 @@ Tensor dropout_seed(const Tensor& like) {
 
 }  // namespace fusedops
 
+// On every device: Triton and plain PyTorch draw their seeds with it as well.
+TORCH_LIBRARY_IMPL(fusedops, CompositeExplicitAutograd, m) { m.impl("dropout_seed", &fusedops::dropout_seed_kernel); }
 TORCH_LIBRARY_IMPL(fusedops, CPU, m) { fusedops::register_add_norms(m); }
 TORCH_LIBRARY_IMPL(fusedops, Meta, m) { fusedops::register_add_norms(m); }
 #ifdef FUSEDOPS_WITH_CUDA

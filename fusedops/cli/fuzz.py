@@ -75,4 +75,4 @@ def report(result: Sweep, cells: list[Target]) -> int:
     )
     if not result.complete:
         print("The sweep stopped before its end.")
-    return int(bool(result.failures) or not result.complete)
+    return int(bool(result.failures) or not result.complete or not result.cases)

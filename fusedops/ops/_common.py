@@ -206,6 +206,9 @@ def _by_component(
             return tuple(map(torch.nested.as_nested_tensor, map(list, zip(*outputs, strict=True))))
         return torch.nested.as_nested_tensor(outputs)
 
+    counts = {t.size(0) for t in tensors if t is not None and t.is_nested}
+    if len(counts) > 1:
+        raise ValueError(f"{op}: expected nested tensors of one number of components, got {sorted(counts)}")
     for some in components(tensors):
         _describe(op, some, shape, out_dtype)  # checks them
     return Choice("reference", run, checks_arguments=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -223,9 +224,9 @@ def _sum(
 
 
 def _probability(op: str, p: float, training: bool) -> float:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op}: dropout_p: expected a probability from 0 to 1, got {p!r}")
-    return float(p) if training else 0.0
+    if isinstance(p, Real) and 0.0 <= p <= 1.0:
+        return float(p) if training else 0.0
+    raise ValueError(f"{op}: dropout_p: expected a probability from 0 to 1, got {p!r}")
 
 
 def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:

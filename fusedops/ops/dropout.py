@@ -32,7 +32,8 @@ def draw_seed(p: float, input: Tensor) -> Tensor | None:
 
 def threshold_and_scale(p: float) -> tuple[int, float]:
     """Return from which word on an element is kept, and what it is then multiplied with."""
-    return min(int(p * 2.0**32 + 0.5), _WORD), 1 / (1 - p) if p < 1 else 0.0
+    threshold = int(p * 2.0**32 + 0.5)
+    return (threshold, 1 / (1 - p)) if threshold <= _WORD else (_WORD, 0.0)
 
 
 def dropout_factor(seed: Tensor, p: float, shape: Sequence[int], dims: int, dtype: torch.dtype) -> Tensor:

@@ -323,7 +323,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             checks.check_gradient(owner, number, p)
         checks.check_overlaps(owner, params)
         waiting = []
-        made: dict[Tensor, dict[str, Any]] = {}  # becomes state once nothing can fail any more
+        made: dict[Tensor, dict[str, Any]] = {}  # what becomes of each state, once nothing can fail any more
         buckets: dict[Any, Bucket] = {}
         number = -1
         for i, group in enumerate(self.param_groups):
@@ -331,12 +331,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             moments = self.moments(group)
             for p in group["params"]:
                 number += 1
-                state = self.state.get(p)
-                if not state:
-                    if p.grad is None:
-                        waiting.append(p)
-                        continue
-                    state = made[p] = {}
+                state = dict(self.state.get(p, {}))
+                if not state and p.grad is None:
+                    waiting.append(p)
+                    continue
+                made[p] = state
                 states.complete(state, p, group, moments)
                 bucket = buckets.setdefault((p.device, checks.is_plain(p)), Bucket(p.device))
                 bucket.params.append(p)
@@ -349,7 +348,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 bucket.plan = self.make_plan(bucket)
             except ValueError as error:
                 raise ValueError(f"{owner}: {error}") from error
-        self.state.update(made)
+        for p, state in made.items():
+            live = self.state.setdefault(p, {})
+            live.clear()
+            live.update(state)
+        for bucket in buckets.values():
+            bucket.states = [self.state[p] for p in bucket.params]
         planned = [state for bucket in buckets.values() for state in bucket.states]
         self._seen = _Seen(
             params=params,

@@ -213,6 +213,8 @@ class AdamPlan:
         )
         for mix, chunks in step.launches:
             self._update(launch, mix, chunks, step)
+        written = [m.param for m, grad in zip(self._given, step.kept[0], strict=True) if grad is not None]
+        torch.autograd.graph.increment_version(written)
         for tensor, buffer in self._staged:
             tensor.copy_(buffer)
 

@@ -39,4 +39,4 @@ def dropout_factor(seed_ptr, threshold, scale, row, start, COLUMNS: tl.constexpr
         word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(row.shape[0], COLUMNS)
     else:
         word = tl.where(tl.arange(0, COLUMNS)[None, :] == 0, w0, w1)
-    return tl.where(word >= threshold, scale, 0.0)
+    return tl.where(word >= threshold, tl.cast(scale, tl.float32), 0.0)  # Inductor may declare it as fp64
