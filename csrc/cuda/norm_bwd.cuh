@@ -6,8 +6,8 @@
 // while a tile is worked on, and each thread reads back only what it copied itself, so no barrier guards them. All sums
 // of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block,
 // which then writes one partial row; a second kernel adds the partial rows up in a fixed order.
-// Bytes per element: x + dy + dx. Rows that are too wide for that, or not aligned, are read twice by kernels of their
-// own.
+// Bytes per element: x + dy + dx (+ dsum, + dinput). Rows that are too wide for that, not aligned, or of a mix of
+// dtypes that is compiled for no stage are read twice by kernels of their own.
 //
 // In an add + norm x is the sum that forward stored. A gradient dsum that it has from elsewhere is staged beside x and
 // dy and added to dx, which is then the residual's gradient; the input's is the same times what forward multiplied the

@@ -1,9 +1,9 @@
 // Forward of LayerNorm and RMSNorm:  y = (x - mean)·rstd·w + b,  rstd = 1/sqrt(var + eps)   (RMSNorm: mean = 0)
 //
 // A row is read once, 16 bytes a thread and access, and stays in registers; squares are summed about a warp's own mean,
-// so a large mean costs no accuracy. Bytes per element: x + y. Rows wider than the registers of a block, and rows that
-// are not aligned, are kept in shared memory, or read again where that is too small as well. Where a row comes from is
-// norm_rows.cuh's business.
+// so a large mean costs no more than its rounding to fp32. Bytes per element: x + y. Rows wider than the registers of a
+// block, and rows that are not aligned, are kept in shared memory, or read again where that is too small as well. Where
+// a row comes from is norm_rows.cuh's business.
 #pragma once
 
 #include "norm_rows.cuh"

@@ -1,5 +1,6 @@
 // Where the forward kernels' rows come from, and what is stored of a row beside y. A row type is the row of one call
-// that a thread works on, kVec columns at a time:
+// that a thread works on, kVec columns at a time. norm_fwd_kernel needs load() and take(), norm_fwd_wide_kernel read()
+// and read_again():
 //
 //   Loaded load(col)                    starts to read a whole, aligned vector
 //   Kept take(loaded, col, valid)       its elements; stores what there is to store, where `valid`

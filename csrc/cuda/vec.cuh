@@ -142,8 +142,7 @@ __device__ inline void store_row(T* row, int col, int left, bool aligned, const 
   }
 }
 
-// ---- dtypes that are known at run time only, the same for all threads: parameters, and the tensors of rare mixes
-// ------
+// ---- dtypes known at run time only, the same for all threads: parameters, and rows of rare mixes ------------------
 
 __device__ inline double load_element(const void* p, DType dtype, int64_t at, double) {
   return static_cast<const double*>(p)[at];
@@ -172,7 +171,7 @@ __device__ inline void load_param_as(const void* p, int col, acc_t (&out)[kN]) {
   }
 }
 
-// kN values of a [hidden] parameter as acc_t; zero past the end.
+// kN values of a parameter or of a row as acc_t; zero past the end.
 template <int kN>
 __device__ inline void load_param(const void* p, DType dtype, int col, int left, bool aligned, float (&out)[kN]) {
   if (aligned && left > 0) {
