@@ -83,7 +83,8 @@ def _check_parameters(owner: str, params: Iterable[Any]) -> None:
         if id(p) in seen:
             raise ValueError(f"{owner}: params: parameter {number} of shape {tuple(p.shape)} is in the group twice")
         seen.add(id(p))
-        if p.dtype not in PARAMETER_DTYPES and p.requires_grad:  # frozen ones may be quantised
+        frozen = isinstance(p, torch.nn.Parameter) and not p.requires_grad  # these may be quantised
+        if p.dtype not in PARAMETER_DTYPES and not frozen:
             expected = ", ".join(map(str, PARAMETER_DTYPES))
             raise ValueError(f"{owner}: params: parameter {number}: expected a dtype of {expected}, got {p.dtype}")
 
