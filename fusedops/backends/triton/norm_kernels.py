@@ -113,7 +113,8 @@ def _deviations(x, mean, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexp
     deviation = x - mean[:, None]
     if MASKED:
         deviation = tl.where((cols < hidden)[None, :], deviation, 0.0)
-    return _row_sums(deviation, deviation, CENTER)
+    squares = tl.sum(deviation * deviation, axis=1)  # sums of their own: joined, the interpreter adds them in a row
+    return tl.sum(deviation, axis=1) if CENTER else tl.zeros_like(squares), squares
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
