@@ -72,6 +72,8 @@ WIDTHS = (
 @every_op
 @pytest.mark.parametrize("width", WIDTHS)
 def test_width(spec: OpSpec, width: int, backend: str, device: str) -> None:
+    if width > 2**17:
+        skip_slow(backend, device)
     assert_sound(spec, Case((3, width), 1, mixed(spec)), backend, device)
 
 
