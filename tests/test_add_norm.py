@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops import nn, testing
-from fusedops.ops.dropout import _philox, dropout_factor, threshold_and_scale
+from fusedops.ops.dropout import dropout_factor, philox, threshold_and_scale
 from fusedops.registry import OPS, Case, OpSpec
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -41,10 +41,10 @@ def kept(spec: OpSpec, p: float, rows: int, hidden: int) -> Tensor:
     ("word", "want"),
     [(0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"), (0xFFFFFFFF, "408f276d 41c83b0e a20bc7c6 6d5451fd")],
 )
-def test_philox_is_philox(word: int, want: str) -> None:
+def test_philox_isphilox(word: int, want: str) -> None:
     """The known answers of its authors' own test."""
     counter = torch.tensor(word)
-    got = _philox((counter,) * 4, counter, counter)
+    got = philox((counter,) * 4, counter, counter)
     assert " ".join(f"{int(w):08x}" for w in got) == want
 
 
@@ -62,9 +62,9 @@ def test_every_backend_keeps_the_same_elements(spec: OpSpec, shape: tuple[int, i
 @pytest.mark.parametrize("row", [0, 1, 2**32 - 1, 2**32, 2**40 + 3])
 def test_rows_beyond_32_bits_have_bits_of_their_own(row: int) -> None:
     counter = (torch.tensor(0), torch.tensor(row & 0xFFFFFFFF), torch.tensor(row >> 32), torch.tensor(7))
-    words = {tuple(map(int, _philox(counter, torch.tensor(1), torch.tensor(2))))}
+    words = {tuple(map(int, philox(counter, torch.tensor(1), torch.tensor(2))))}
     other = (counter[0], torch.tensor((row + 2**32) & 0xFFFFFFFF), torch.tensor(row + 2**32 >> 32), counter[3])
-    words.add(tuple(map(int, _philox(other, torch.tensor(1), torch.tensor(2)))))
+    words.add(tuple(map(int, philox(other, torch.tensor(1), torch.tensor(2)))))
     assert len(words) == 2
 
 

@@ -41,17 +41,25 @@ def dropout_factor(seed: Tensor, p: float, shape: Sequence[int], dims: int, dtyp
     hidden, rows = prod(shape[len(shape) - dims :]), prod(shape[: len(shape) - dims])
     group = torch.arange((hidden + 3) // 4, device=seed.device)[None, :]
     row = torch.arange(rows, device=seed.device)[:, None]
-    words = _philox((group, row & _WORD, row >> 32, seed[1] & _WORD), seed[0] & _WORD, seed[0] >> 32 & _WORD)
+    words = philox((group, row & _WORD, row >> 32, seed[1] & _WORD), seed[0] & _WORD, seed[0] >> 32 & _WORD)
     word = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :hidden]
     threshold, scale = threshold_and_scale(p)
     return ((word >= threshold).to(dtype) * scale).reshape(shape)
 
 
-def _philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key0: Tensor, key1: Tensor) -> tuple[Tensor, ...]:
-    """Philox-4x32-10 on 32-bit words in int64: the bits of a product are right although its sign may not be."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key0: Tensor | int, key1: Tensor | int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four words of random bits for each counter: Philox-4x32 with ten rounds, as csrc/philox.h.
+
+    Args:
+        counter: four int64 tensors that broadcast, with values of 32 bits.
+        key0: the key's lower 32 bits.
+        key1: its upper 32 bits.
+    """
     c0, c1, c2, c3 = counter
     for _ in range(10):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits each; the shift below drops the sign's copies
         c0, c1 = (odd >> 32 & _WORD) ^ c1 ^ key0, odd & _WORD
         c2, c3 = (even >> 32 & _WORD) ^ c3 ^ key1, even & _WORD
         key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
