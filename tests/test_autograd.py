@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from itertools import combinations
 
@@ -188,11 +189,17 @@ def test_arguments_are_left_alone_and_not_aliased(spec: OpSpec, dtype: torch.dty
 @NORM_SPECS
 def test_changing_a_saved_tensor_in_place_is_noticed(spec: OpSpec, backend: str) -> None:
     x, w = torch.randn(4, 16, requires_grad=True), torch.rand(16)
+    (want,) = torch.autograd.grad(spec.function(x, 16, w).square().sum(), x)
     a = x * 1
     y = spec.function(a, 16, w)
     a.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    if backend != "reference":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.square().sum().backward()
+        return
+    with contextlib.suppress(RuntimeError):  # noticed, or harmless: a formula of several ops may have saved copies
+        (got,) = torch.autograd.grad(y.square().sum(), x)
+        torch.testing.assert_close(got, want)
 
 
 @NORM_SPECS
