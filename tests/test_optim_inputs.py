@@ -10,7 +10,7 @@ import pytest
 import torch
 from optim_helpers import PLACES, build, ones, twins
 
-from fusedops import optim
+from fusedops import UnsupportedError, optim
 from fusedops.backends.reference_adam import ReferenceAdamPlan
 
 
@@ -278,6 +278,65 @@ def test_a_refused_step_leaves_other_groups_as_they_were(backend, device, need_b
     with pytest.raises(ValueError, match="group 1: lr"):
         optimizer.step()
     assert_unchanged(optimizer, before)
+
+
+ASSIGNED = {
+    "lr": [-1e-3, math.nan, math.inf, "0.1", None, 10**400, torch.tensor(math.nan), torch.ones(2), torch.tensor(1)],
+    "betas": [(1.0, 0.9), (0.9, -0.1), (math.nan, 0.9), (0.9,), 0.9, (0.9, torch.tensor(1.0))],
+    "eps": [-1e-8, math.nan, torch.tensor(1e-8)],
+    "weight_decay": [-0.1, math.nan, math.inf, None],
+    "amsgrad": ["yes", 0],
+    "maximize": [1, None],
+    "decoupled_weight_decay": ["x", None],
+    "seed": [-1, 0.5, True, 2**64],
+    "master_weights": [None, 0],
+    "state_dtype": [torch.int8],
+    "differentiable": [True],
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("first", [True, False], ids=["new plans", "kept plans"])
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_options_assigned_later_are_refused_in_every_step(name, first, backend, device, need_backend):
+    """Whether or not a plan is made anew, of the group that is looked at last, and before anything is written."""
+    need_backend(backend)
+    params = [ones(4, device=device), ones(4, device=device)]
+    optimizer = build(optim.AdamW, [{"params": [p]} for p in params], backend, lr=0.1)
+    optimizer.step()
+    before, group = snapshot(optimizer), optimizer.param_groups[1]
+    good = group[name]
+    for bad in ASSIGNED[name]:
+        if first:
+            optimizer._buckets = None
+        group[name] = bad
+        with pytest.raises((ValueError, UnsupportedError), match=rf"AdamW: group 1: {name}.*(expected|=True)"):
+            optimizer.step()
+        assert_unchanged(optimizer, before)
+    group[name] = good
+    optimizer.step()
+    assert [float(s["step"]) for s in optimizer.state.values()] == [2.0, 2.0]
+
+
+def test_a_schedule_that_goes_below_zero_is_stopped_there():
+    p = ones(4)
+    optimizer = optim.AdamW([p], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 3)
+    for _ in range(4):  # the last of them with lr = 0
+        optimizer.step()
+        schedule.step()
+    with pytest.raises(ValueError, match=r"group 0: lr: expected a finite number ≥ 0, got -0\.03"):
+        optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 4
+
+
+def test_a_bound_assigned_later_is_looked_at():
+    optimizer = optim.AdamW([ones(4)])
+    for bad in (0.0, -1.0, math.nan, "1"):
+        optimizer.max_grad_norm = bad
+        with pytest.raises(ValueError, match="AdamW: max_grad_norm: expected None or a number > 0"):
+            optimizer.step()
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)

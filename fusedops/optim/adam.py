@@ -46,7 +46,9 @@ class Adam(FusedOptimizer):
         UnsupportedError: an option that is not built, or a backend that can't serve it.
 
     A group may set every option of its own but ``max_grad_norm`` and ``backend``; at most one of ``master_weights``,
-    ``kahan_sum`` and ``bf16_stochastic_round``. State is made with a parameter's first gradient.
+    ``kahan_sum`` and ``bf16_stochastic_round``. Every step looks at the groups' options before it writes, so a learning
+    rate that a schedule made negative or NaN is refused, as in the constructor (torch goes on); only tensors on a
+    device are taken as they are. State is made with a parameter's first gradient.
 
     *Numerics*: fp32 arithmetic (fp64 for fp64 parameters), bias corrections in fp64; weights, masters and moments are
     rounded once, when written. Deterministic: random bits are Philox's of (seed, step, index of the parameter, element

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -95,8 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], defaults: dict[str, Any], *, max_grad_norm: float | None, backend: str | None
     ) -> None:
         owner = type(self).__name__
-        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
-            raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {max_grad_norm!r}")
+        checks.check_max_grad_norm(owner, max_grad_norm)
         checks.check_group(owner, {**defaults, "params": ()})
         self.max_grad_norm = max_grad_norm
         self.backend = backend
@@ -154,7 +152,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            ValueError: a gradient that does not fit its parameter; nothing has been written then.
+            ValueError: a gradient that does not fit its parameter, or a group's option that makes no sense; nothing has
+                been written then.
             UnsupportedError: a backend was chosen that can't serve these parameters, with every reason.
         """
         loss = None
@@ -245,6 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def _update(self) -> None:
+        self._check_options()
         buckets = self._buckets
         if buckets is None or not self._plans_hold():
             buckets = self._prepare()
@@ -268,6 +268,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
+
+    def _check_options(self) -> None:
+        """Look at what may have been assigned since the last step, before anything is written."""
+        owner = type(self).__name__
+        checks.check_max_grad_norm(owner, self.max_grad_norm)
+        for i, group in enumerate(self.param_groups):
+            if not checks.are_plain(group):
+                checks.check_options(f"{owner}: group {i}", group)
 
     def _warn_captured_rates(self, buckets: list[Bucket], rates: list[Any]) -> None:
         """Warn once where a CUDA graph is about to keep a learning rate that is a number: replays run no Python."""

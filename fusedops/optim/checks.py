@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +21,11 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What keeps the updates that rounding to 16 bits would lose; one of them at most.
 KEEPERS = ("master_weights", "kahan_sum", "bf16_stochastic_round")
-_FLAGS = ("amsgrad", "maximize", "differentiable", *KEEPERS)
+_FLAGS = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay", *KEEPERS)
+_flags_of = itemgetter(*_FLAGS)
+_NUMBERS, _BOOLS = frozenset((float, int)), frozenset((bool,))
+_SEEDS = 2**64
+_LARGEST = sys.float_info.max  # an int may be larger than any float
 _SAMPLES = 1 << 16
 
 
@@ -34,34 +40,73 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
         ValueError: an option or a parameter that no Adam can work with.
         UnsupportedError: a sound request that is not served.
     """
+    check_options(owner, group)
+    _check_parameters(owner, group["params"])
+
+
+def are_plain(group: Mapping[str, Any]) -> bool:
+    """Tell whether the options that a step reads are plain values in range, as they nearly always are.
+
+    Less than a microsecond, a sixth of ``check_options``, so that every step can ask: schedules write to groups.
+    """
+    betas, seed = group["betas"], group["seed"]
+    if type(betas) not in (tuple, list) or len(betas) != 2:
+        return False
+    lr, (beta1, beta2), eps, decay = group["lr"], betas, group["eps"], group["weight_decay"]
+    return (
+        _NUMBERS.issuperset(map(type, (lr, beta1, beta2, eps, decay)))
+        and 0.0 <= lr <= _LARGEST
+        and 0.0 <= beta1 < 1.0
+        and 0.0 <= beta2 < 1.0
+        and 0.0 <= eps <= _LARGEST
+        and 0.0 <= decay <= _LARGEST
+        and _BOOLS.issuperset(map(type, _flags_of(group)))
+        and not group["differentiable"]
+        and type(seed) is int
+        and 0 <= seed < _SEEDS
+    )
+
+
+def check_options(owner: str, group: Mapping[str, Any]) -> None:
+    """Check the options of one group; see ``check_group``."""
+    check_numbers(owner, group)
+    for name in _FLAGS:
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{owner}: {name}: expected True or False, got {group[name]!r}")
+    if group["differentiable"]:
+        raise UnsupportedError(f"{owner}: differentiable=True: a fused step records no graph; torch.optim's does")
+    keepers = [name for name in KEEPERS if group[name]]
+    if len(keepers) > 1:
+        raise ValueError(f"{owner}: {keepers[1]}: expected no second way to keep small updates beside {keepers[0]}")
+    seed = group["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _SEEDS:
+        raise ValueError(f"{owner}: seed: expected an int in [0, 2**64), got {seed!r}")
+    if group["state_dtype"] not in (None, *STATE_DTYPES):
+        expected = ", ".join(map(str, STATE_DTYPES))
+        raise ValueError(f"{owner}: state_dtype: expected None or one of {expected}, got {group['state_dtype']!r}")
+
+
+def check_numbers(owner: str, group: Mapping[str, Any]) -> None:
+    """Raise ValueError unless lr, betas, eps and weight_decay are numbers in range; tensors on a device aren't read."""
     _check_number(owner, "lr", group["lr"])
     betas = group["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"{owner}: betas: expected a pair of numbers, got {betas!r}")
     for i, beta in enumerate(betas):
-        _check_number(owner, f"betas[{i}]", beta, below=1.0)
+        _check_number(owner, f"betas[{i}]", beta, most=math.nextafter(1.0, 0.0))
     for name in ("eps", "weight_decay"):
         if isinstance(group[name], Tensor):
             raise ValueError(f"{owner}: {name}: expected a number, got a tensor of {group[name].dtype}")
         _check_number(owner, name, group[name])
-    for name in _FLAGS:
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{owner}: {name}: expected True or False, got {group[name]!r}")
-    if group["differentiable"]:
-        raise UnsupportedError(f"{owner}: differentiable=True: a fused step records no graph; use torch.optim.{owner}")
-    keepers = [name for name in KEEPERS if group[name]]
-    if len(keepers) > 1:
-        raise ValueError(f"{owner}: {keepers[1]}: expected no second way to keep small updates beside {keepers[0]}")
-    seed = group["seed"]
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise ValueError(f"{owner}: seed: expected an int in [0, 2**64), got {seed!r}")
-    if group["state_dtype"] not in (None, *STATE_DTYPES):
-        expected = ", ".join(map(str, STATE_DTYPES))
-        raise ValueError(f"{owner}: state_dtype: expected None or one of {expected}, got {group['state_dtype']!r}")
-    _check_parameters(owner, group["params"])
 
 
-def _check_number(owner: str, name: str, value: Any, below: float = math.inf) -> None:
+def check_max_grad_norm(owner: str, value: Any) -> None:
+    """Raise ValueError unless the bound of the gradients' norm is None or a number above 0."""
+    if value is not None and not (_is_number(value) and value > 0):
+        raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {value!r}")
+
+
+def _check_number(owner: str, name: str, value: Any, most: float = _LARGEST) -> None:
     given = value
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
@@ -69,9 +114,13 @@ def _check_number(owner: str, name: str, value: Any, below: float = math.inf) ->
                 f"{owner}: {name}: expected one floating point element, got {tuple(value.shape)} of {value.dtype}"
             )
         value = value.item() if value.device.type == "cpu" else 0.0  # a value on a device is not read back
-    if not isinstance(value, Real) or not 0.0 <= float(value) < below:  # NaN fails every comparison
-        bound = "a finite number ≥ 0" if below == math.inf else f"a number in [0, {below:g})"
+    if not _is_number(value) or not 0.0 <= value <= most:  # NaN fails every comparison
+        bound = "a finite number ≥ 0" if most == _LARGEST else "a number in [0, 1)"
         raise ValueError(f"{owner}: {name}: expected {bound}, got {given!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 def _check_parameters(owner: str, params: Iterable[Any]) -> None:
