@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -59,6 +60,8 @@ def test_ten_steps_ours_ten_torchs_ten_ours(cls, torchs, options, device):
         ({"master_weights": True, "state_dtype": F32}, "fp32 master of 2.*fp32 moments of 2"),
         ({"kahan_sum": True}, "compensation of 2"),
         ({"bf16_stochastic_round": True, "seed": 4}, None),
+        ({"bf16_stochastic_round": True, "state_dtype": F32}, "fp32 moments of 2 parameters, where these have 16"),
+        ({"state_dtype": F32}, "^convert_state_dict: torch will round the fp32 moments of 2 parameters, where these"),
     ],
 )
 def test_sixteen_bits_there_and_back(options, words, device):
@@ -92,6 +95,8 @@ def test_sixteen_bits_there_and_back(options, words, device):
     if "master_weights" in options:
         assert state["exp_avg"].dtype is F32
         assert torch.equal(params[0], state["master"].bfloat16())
+    if "state_dtype" in options:
+        assert {middle.state[p]["exp_avg"].dtype for p in params} == {BF16}, "torch has not rounded them after all"
     if "kahan_sum" in options:
         assert state["compensation"].any()
     for p, q in zip(params, reference, strict=True):  # 30 steps of 0.01, ten of them rounded after every operation
@@ -124,12 +129,110 @@ def test_old_counters_become_tensors():
     assert saved["state"][0]["step"] == 5
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_counters_are_where_torch_wants_them(options, device):
+    """On the CPU, else torch reads each one back in every step; its fused and capturable steps take them along."""
+    params = make_params(device, F32, (5,), (3,))
+    ours = optim.AdamW(params, **options)
+    ours.step()
+    converted = convert_state_dict(ours.state_dict(), to="torch")
+    assert {values["step"].device.type for values in converted["state"].values()} == {"cpu"}
+    torchs = torch.optim.AdamW(twins(params))
+    torchs.load_state_dict(converted)
+    new_grads(torchs.param_groups[0]["params"])
+    torchs.step()
+    assert {(s["step"].device.type, float(s["step"])) for s in torchs.state.values()} == {
+        (device if options else "cpu", 2.0)
+    }
+
+
 def test_what_can_not_be_converted():
     with pytest.raises(ValueError, match='to: expected "torch" or "fusedops", got'):
         convert_state_dict(optim.AdamW([ones(3)]).state_dict(), to="apex")
-    with pytest.raises(ValueError, match="param_groups"):
-        convert_state_dict({"state": {}}, to="torch")
     momentum = torch.optim.SGD([ones(3)], lr=0.1, momentum=0.9)
     momentum.step()
-    with pytest.raises(ValueError, match="step"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: .* an Adam, but betas, eps is missing"):
         convert_state_dict(momentum.state_dict(), to="fusedops")
+
+
+def holder(saved: dict, place: tuple) -> dict:
+    """Return the part of a state dict that holds a place of it under its last key."""
+    for key in place[:-1]:
+        saved = saved[key]
+    return saved
+
+
+GROUP, STATE = ("param_groups", 0), ("state", 0)
+# Where, what stands there instead, and what the error names.
+MALFORMED = [
+    (("state",), [], r"state: expected a dict, got list"),
+    (("state",), None, r"state: expected a dict, got NoneType"),
+    (("param_groups",), {}, r"param_groups: expected a list, got dict"),
+    (GROUP[:1], [[]], r"param_groups\[0\]: expected a dict, got list"),
+    ((*GROUP, "params"), 0, r"param_groups\[0\]\['params'\]: expected a list of ids, got int"),
+    ((*GROUP, "params"), [[0]], r"param_groups\[0\]\['params'\]: expected ids .*, got list"),
+    ((*GROUP, "params"), [0, 0], r"param_groups\[0\]\['params'\]: expected every id once, got 0"),
+    ((*GROUP, "lr"), "fast", r"(param_groups\[0\]|group 0): lr: expected a finite number ≥ 0, got 'fast'"),
+    ((*GROUP, "betas"), {0.9, 0.99}, r"(param_groups\[0\]|group 0): betas: expected a pair of numbers, got \{"),
+    ((*GROUP, "eps"), None, r"(param_groups\[0\]|group 0): eps: expected a finite number ≥ 0, got None"),
+    (STATE, [1.0], r"state\[0\]: expected a dict, got list"),
+    (("state", 7), {}, r"state: expected ids that param_groups name, got 7"),
+    ((*STATE, "step"), None, r"step: expected a number of steps, got None"),
+    ((*STATE, "step"), torch.ones(2), r"step: expected one number, got torch.float32 of shape \(2,\)"),
+    ((*STATE, "step"), torch.tensor(1j), r"step: expected one number, got torch.complex64"),
+    ((*STATE, "step"), -1, r"step: expected a number of steps, got -1"),
+    ((*STATE, "step"), 1e300, r"step: expected a number of steps, got 1e\+300"),
+    ((*STATE, "exp_avg"), [0.0], r"exp_avg: expected a tensor, got list"),
+    ((*STATE, "exp_avg_sq"), torch.ones(3, dtype=torch.int8), r"exp_avg_sq: expected dense .*int8"),
+    ((*STATE, "master"), 1.0, r"master: expected a tensor, got float"),
+]
+MISSING = [
+    ("state",),
+    ("param_groups",),
+    (*GROUP, "params"),
+    (*STATE, "step"),
+    (*STATE, "exp_avg"),
+    (*STATE, "exp_avg_sq"),
+]
+
+
+def refusals(saved: object) -> list[str]:
+    """Return what convert_state_dict, both ways, and load_state_dict say of a state dict."""
+    optimizer = optim.AdamW([ones(3)])
+    said = []
+    for take in (
+        lambda: convert_state_dict(saved, to="torch"),
+        lambda: convert_state_dict(saved, to="fusedops"),
+        lambda: optimizer.load_state_dict(saved),
+    ):
+        with pytest.raises(ValueError, match="expected") as caught:
+            take()
+        said.append(str(caught.value))
+    assert not optimizer.state
+    return said
+
+
+@pytest.mark.parametrize(("place", "new", "words"), MALFORMED)
+def test_malformed_dicts_are_refused_by_name(place, new, words):
+    optimizer = optim.AdamW([ones(3)])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    holder(saved, place)[place[-1]] = new
+    for said in refusals(saved):
+        assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("place", MISSING)
+def test_dicts_that_lack_something_are_refused_by_name(place):
+    optimizer = optim.AdamW([ones(3)])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del holder(saved, place)[place[-1]]
+    for said in refusals(saved):
+        assert str(place[-1]) in said
+
+
+@pytest.mark.parametrize("saved", [None, [], "state", {}])
+def test_what_is_no_dict_is_refused(saved):
+    refusals(saved)

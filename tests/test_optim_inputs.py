@@ -199,6 +199,7 @@ NONSENSE = {
     "sparse moments": ({}, {"exp_avg": torch.ones(3).to_sparse()}, "exp_avg"),
     "shape": ({}, {"exp_avg": torch.ones(4)}, r"exp_avg: expected shape \(3,\)"),
     "master": ({}, {"master": torch.ones(4)}, r"master: expected shape \(3,\)"),
+    "kind of decay": ({"decoupled_weight_decay": "x"}, {}, "decoupled_weight_decay: expected True or False, got 'x'"),
     "amsgrad without maxima": ({"amsgrad": True}, {}, "max_exp_avg_sq"),
 }
 

@@ -215,6 +215,14 @@ def test_empty_groups_hooks_and_layout():
     assert torch.equal(p, q)
 
 
+def test_a_hook_may_turn_what_is_no_state_dict_into_one():
+    optimizer, other = (optim.AdamW(make_params("cpu", torch.float32, (4,))) for _ in "ab")
+    optimizer.step()
+    other.register_load_state_dict_pre_hook(lambda _, saved: saved["optimizer"])
+    other.load_state_dict({"optimizer": optimizer.state_dict()})
+    assert_same_state(optimizer, other)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_dict_mapped_to_the_cpu(device):
     params = make_params(device, torch.float32, (4,))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from .checks import check_numbers
+from .saved import MOMENTS, check_structure, check_values
 from .states import OURS
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_NUMBERS = ("lr", "betas", "eps", "weight_decay")
 _COMPANIONS = {"master": "fp32 master", "compensation": "compensation"}
 
 
@@ -22,61 +23,79 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: str) -> dict[str, Any]
     Args:
         state_dict: of one of our optimizers or of torch's of the same name; left as it is. Tensors are shared with it.
         to: ``"torch"`` drops ``master`` and ``compensation``, what they held beyond their 16-bit parameters being lost,
-            and our own group options; moments keep their dtype here, but torch's ``load_state_dict`` casts those of a
-            16-bit parameter to its dtype. ``"fusedops"`` makes counters 0-dim fp32 tensors and leaves our group options
-            to the optimizer that loads the result: that one rebuilds masters or compensations from its parameters
-            where it was made with ``master_weights`` or ``kahan_sum``, and widens moments where with ``state_dtype``.
+            and our own group options; counters go to the CPU, whence torch takes them to where it wants them; moments
+            keep their dtype here, but torch's ``load_state_dict`` casts those of a 16-bit parameter to its dtype.
+            ``"fusedops"`` leaves our group options to the optimizer that loads the result: that one rebuilds masters or
+            compensations from its parameters where it was made with ``master_weights`` or ``kahan_sum``, and widens
+            moments where with ``state_dtype``. Counters are 0-dim fp32 tensors in both.
 
     Returns:
         A new state dict.
 
     Raises:
-        ValueError: ``to`` is another word, or ``state_dict`` is not an Adam's.
+        ValueError: ``to`` is another word, or ``state_dict`` is not an Adam's; names the key, what was expected there
+            and what came.
 
-    Whatever is dropped, or will be rounded by torch, is told in one UserWarning. What ``"torch"`` dropped does not
-    come back: the masters that ``"fusedops"`` leads to are the rounded parameters.
+    Whatever is dropped, or will be rounded by torch, is told in one UserWarning. A state dict does not hold the dtypes
+    of its parameters: those with a master or a compensation have 16 bits, those of a group with ``state_dtype`` or
+    ``bf16_stochastic_round`` may have. What ``"torch"`` dropped does not come back: the masters that ``"fusedops"``
+    leads to are the rounded parameters.
     """
     if to not in ("torch", "fusedops"):
         raise ValueError(f'convert_state_dict: to: expected "torch" or "fusedops", got {to!r}')
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError("convert_state_dict: state_dict: expected a dict with 'state' and 'param_groups'")
+    check_structure("convert_state_dict", state_dict)
+    for i, group in enumerate(state_dict["param_groups"]):
+        _check_group(f"convert_state_dict: param_groups[{i}]", group)
     for key, values in state_dict["state"].items():
-        if values and (missing := [name for name in ("step", *_MOMENTS[:2]) if name not in values]):
-            raise ValueError(
-                f"convert_state_dict: state_dict: expected state of an Adam, got parameter {key} without {missing[0]}"
-            )
+        check_values(f"convert_state_dict: state[{key!r}]", values, MOMENTS[:2])
     state = {key: dict(values) for key, values in state_dict["state"].items()}
     groups = [
         {**{k: deepcopy(v) for k, v in group.items() if k not in OURS and k != "params"}, "params": [*group["params"]]}
         for group in state_dict["param_groups"]
     ]
+    for values in filter(None, state.values()):
+        values["step"] = torch.as_tensor(values["step"], dtype=torch.float32).reshape(())
+        if to == "torch":
+            values["step"] = values["step"].cpu()  # on a GPU torch would read it back in every step, for each parameter
     if to == "torch":
-        _tell(state)
+        _tell(state, state_dict["param_groups"])
         for values in state.values():
             for name in _COMPANIONS:
                 values.pop(name, None)
     else:
         for group, given in zip(groups, state_dict["param_groups"], strict=True):
             group.update({name: given[name] for name in OURS if name in given})
-        for values in state.values():
-            if values:
-                values["step"] = torch.as_tensor(values["step"], dtype=torch.float32).reshape(())
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _tell(state: Mapping[Any, Mapping[str, Any]]) -> None:
+def _check_group(where: str, group: Mapping[str, Any]) -> None:
+    if missing := [name for name in _NUMBERS if name not in group]:
+        raise ValueError(f"{where}: expected the options of an Adam, but {', '.join(missing)} is missing")
+    check_numbers(where, group)
+
+
+def _tell(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn of what torch will not keep."""
     lost = [
         f"dropped the {words} of {count} parameters"
         for name, words in _COMPANIONS.items()
         if (count := sum(name in values for values in state.values()))
     ]
-    wide = sum(
-        any(name in values for name in _COMPANIONS)
-        and any(isinstance(m := values.get(key), Tensor) and m.dtype is torch.float32 for key in _MOMENTS)
-        for values in state.values()
-    )
-    if wide:
-        lost.append(f"torch will round the fp32 moments of {wide} 16-bit parameters when it loads them")
+    wide = {key for key, values in state.items() if any(_is_fp32(values.get(name)) for name in MOMENTS)}
+    narrow = {key for key in wide if any(name in state[key] for name in _COMPANIONS)}
+    maybe = {
+        key
+        for group in groups
+        if group.get("state_dtype") is torch.float32 or group.get("bf16_stochastic_round")
+        for key in group["params"]
+    }
+    if narrow:
+        lost.append(f"torch will round the fp32 moments of {len(narrow)} 16-bit parameters when it loads them")
+    if unknown := wide & maybe - narrow:
+        lost.append(f"torch will round the fp32 moments of {len(unknown)} parameters, where these have 16 bits")
     if lost:
         warnings.warn(f"convert_state_dict: {'; '.join(lost)}", UserWarning, stacklevel=3)
+
+
+def _is_fp32(value: Any) -> bool:
+    return getattr(value, "dtype", None) is torch.float32

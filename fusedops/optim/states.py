@@ -7,17 +7,16 @@ parameter + compensation).
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .checks import KEEPERS, STATE_DTYPES, check_group
+from .saved import ELEMENTWISE, check_mapping, check_structure, check_values
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -91,11 +90,11 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
             changed then.
     """
     owner = type(optimizer).__name__
+    check_mapping(f"{owner}.load_state_dict: state_dict", saved)
     saved = dict(saved)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         saved = hook(optimizer, saved) or saved
-    if missing := [key for key in ("state", "param_groups") if key not in saved]:
-        raise ValueError(f"{owner}.load_state_dict: expected a dict with {missing[0]!r}, got keys {list(saved)}")
+    check_structure(f"{owner}.load_state_dict", saved)
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
         raise ValueError(
@@ -115,9 +114,6 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
     }
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in saved["state"].items():
-        if key not in owners:
-            state[key] = deepcopy(values)
-            continue
         p, group = owners[key]
         where = f"{owner}.load_state_dict: state of parameter {key}"
         state[p] = _copy(where, values, p, group, optimizer.moments(group))
@@ -129,7 +125,7 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
 def _merge(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved group over ours: what it lacks, and how to run and store, stays as it is here."""
     decoupled = saved.get("decoupled_weight_decay", group["decoupled_weight_decay"])
-    if decoupled != group["decoupled_weight_decay"]:
+    if isinstance(decoupled, bool) and decoupled is not group["decoupled_weight_decay"]:
         kinds = {True: "AdamW (decoupled weight decay)", False: "Adam (L2 weight decay)"}
         raise ValueError(f"{where}: expected state of {kinds[not decoupled]}, got state of {kinds[decoupled]}")
     merged = {**group, **deepcopy({key: value for key, value in saved.items() if key != "params"})}
@@ -153,32 +149,21 @@ def _copy(
     where: str, values: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], moments: Sequence[str]
 ) -> dict[str, Any]:
     """Return a copy of one parameter's saved state on the parameter's device, laid out like it, in its saved dtypes."""
-    if values and (missing := [key for key in ("step", *moments) if key not in values]):
-        raise ValueError(f"{where}: expected {', '.join(('step', *moments))}, but {', '.join(missing)} is missing")
+    check_values(where, values, moments)
     copied = {}
     for key, value in values.items():
         if key == "step":
-            _check_count(where, value)
             copied[key] = _counter(value, p.device)
-        elif key not in (*moments, "master", "compensation"):
+        elif key not in ELEMENTWISE:
             copied[key] = deepcopy(value)
-        elif not isinstance(value, Tensor):
-            raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
-        elif not value.is_floating_point() or value.layout is not torch.strided:
-            raise ValueError(f"{where}: {key}: expected dense floating point, got {value.dtype}, {value.layout}")
-        elif value.shape != p.shape:
-            raise ValueError(f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)}")
+        elif value.shape != p.shape or (value.is_meta and not p.is_meta):
+            raise ValueError(
+                f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)} on {value.device}"
+            )
         else:
             companion = {"master": torch.float32, "compensation": p.dtype}.get(key)
             copied[key] = _laid_out(value, p, companion or _loaded_dtype(value, p, group))
     return copied
-
-
-def _check_count(where: str, step: Any) -> None:
-    if isinstance(step, Tensor) and step.numel() != 1:
-        raise ValueError(f"{where}: step: expected one element, got shape {tuple(step.shape)}")
-    if not isinstance(step, Tensor | Real) or not 0 <= float(step) < math.inf:
-        raise ValueError(f"{where}: step: expected a number of steps, got {step!r}")
 
 
 def _loaded_dtype(value: Tensor, p: Tensor, group: Mapping[str, Any]) -> torch.dtype:

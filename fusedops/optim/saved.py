@@ -1,0 +1,88 @@
+"""What a state dict of Adam has to be before anything is made of it: a file may hold whatever its writer liked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+ELEMENTWISE = (*MOMENTS, "master", "compensation")
+_MOST_STEPS = 2.0**53
+
+
+def check_structure(where: str, saved: Any) -> None:
+    """Check what a state dict is made of: groups that name parameters, and a dict of state for some of these.
+
+    Args:
+        where: who is told, for the message.
+        saved: the state dict, of whatever optimizer.
+
+    Raises:
+        ValueError: naming the key, what was expected there and what came.
+    """
+    check_mapping(f"{where}: state_dict", saved)
+    if missing := [key for key in ("state", "param_groups") if key not in saved]:
+        raise ValueError(f"{where}: expected a dict with {missing[0]!r}, got keys {list(saved)}")
+    check_mapping(f"{where}: state", saved["state"])
+    _expect(f"{where}: param_groups", "a list", (list, tuple), saved["param_groups"])
+    named: set[int | str] = set()
+    for i, group in enumerate(saved["param_groups"]):
+        check_mapping(f"{where}: param_groups[{i}]", group)
+        if "params" not in group:
+            raise ValueError(f"{where}: param_groups[{i}]: expected a dict with 'params', got keys {list(group)}")
+        _expect(f"{where}: param_groups[{i}]['params']", "a list of ids", (list, tuple), group["params"])
+        for key in group["params"]:
+            _expect(f"{where}: param_groups[{i}]['params']", "ids that are ints or strings", (int, str), key)
+            if key in named:
+                raise ValueError(f"{where}: param_groups[{i}]['params']: expected every id once, got {key!r} again")
+            named.add(key)
+    for key, values in saved["state"].items():
+        if key not in named:
+            raise ValueError(f"{where}: state: expected ids that param_groups name, got {key!r}")
+        check_mapping(f"{where}: state[{key!r}]", values)
+
+
+def check_mapping(where: str, found: Any) -> None:
+    """Raise ValueError unless what was found is a dict or like one."""
+    _expect(where, "a dict", Mapping, found)
+
+
+def _expect(where: str, words: str, kind: type | tuple[type, ...], found: Any) -> None:
+    if not isinstance(found, kind):
+        raise ValueError(f"{where}: expected {words}, got {type(found).__name__}")
+
+
+def check_values(where: str, values: Mapping[str, Any], moments: Sequence[str]) -> None:
+    """Check one parameter's saved state: nothing at all, or a count of steps and dense floating-point tensors.
+
+    Args:
+        where: whose state it is, for the message.
+        values: the state by its keys.
+        moments: keys of the per-element tensors that have to be there.
+
+    Raises:
+        ValueError: naming the key, what was expected there and what came.
+    """
+    if values and (missing := [key for key in ("step", *moments) if key not in values]):
+        raise ValueError(f"{where}: expected {', '.join(('step', *moments))}, but {', '.join(missing)} is missing")
+    for key in filter(values.__contains__, ELEMENTWISE):
+        value = values[key]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
+        if not value.is_floating_point() or value.layout is not torch.strided:
+            raise ValueError(f"{where}: {key}: expected dense floating point, got {value.dtype}, {value.layout}")
+    if "step" in values:
+        _check_count(where, values["step"])
+
+
+def _check_count(where: str, step: Any) -> None:
+    if isinstance(step, Tensor):
+        if step.numel() != 1 or step.is_complex() or step.is_meta or step.layout is not torch.strided:
+            raise ValueError(f"{where}: step: expected one number, got {step.dtype} of shape {tuple(step.shape)}")
+        step = step.item()
+    if not isinstance(step, Real) or not 0.0 <= float(step) <= _MOST_STEPS:
+        raise ValueError(f"{where}: step: expected a number of steps, got {step!r}")
