@@ -6,6 +6,9 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -364,3 +367,71 @@ def test_layouts_of_the_16_bit_modes(mode, backend, device, need_backend):
             p.grad = torch.randn(p.shape, device=device).to(dtype)
         params[3].grad = flat_grad[1:508].view(13, 39)
         assert_step(optimizer)
+
+
+# ---- threads ----
+
+
+class SlowPlan:
+    """A plan that lets other threads run between what its step prepares and what it writes."""
+
+    def __init__(self, plan: object, meanwhile: Callable[[], object]) -> None:
+        self.plan, self.meanwhile = plan, meanwhile
+
+    def prepare(self, *args: object) -> None:
+        self.plan.prepare(*args)
+        self.meanwhile()
+
+    def launch(self) -> None:
+        self.plan.launch()
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_threads_that_share_an_optimizer_take_their_steps_in_turn(backend, device, need_backend):
+    need_backend(backend)
+    p = ones(64, device=device)
+    ours, alone = build(optim.AdamW, [p], backend, lr=0.1), build(optim.AdamW, twins([p]), backend, lr=0.1)
+    ours.step()
+    ours._buckets[0].plan = SlowPlan(ours._buckets[0].plan, lambda: time.sleep(0.001))
+    threads = [threading.Thread(target=lambda: [ours.step() for _ in range(10)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(31):
+        alone.step()
+    assert float(ours.state[p]["step"]) == 31
+    assert torch.equal(p, alone.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer: optimizer.zero_grad(),
+        lambda optimizer: optimizer.add_param_group({"params": [ones(3)]}),
+        lambda optimizer: optimizer.step_scaled(torch.ones(1), torch.zeros(1)),
+    ],
+    ids=["load_state_dict", "state_dict", "zero_grad", "add_param_group", "step_scaled"],
+)
+def test_nothing_meddles_with_a_step_that_is_under_way(act):
+    p = ones(64)
+    optimizer = optim.AdamW([p], lr=0.1)
+    optimizer.step()
+    plan = optimizer._buckets[0].plan
+    other = threading.Thread(target=act, args=(optimizer,))
+    early = []
+
+    def meanwhile() -> None:
+        if other.ident is None:
+            other.start()
+            other.join(timeout=0.2)
+            early.append(not other.is_alive())
+
+    optimizer._buckets[0].plan = SlowPlan(plan, meanwhile)
+    optimizer.step()
+    other.join(timeout=10)
+    assert not other.is_alive()
+    assert early == [False]
+    assert float(optimizer.state[p]["step"]) >= 2

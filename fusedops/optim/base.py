@@ -8,6 +8,7 @@ step that raises has changed nothing, on any device. Nothing here waits for a de
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     A subclass names itself to dispatch (``op``), its per-element state (``moments``), builds a backend's plan
     (``make_plan``) and lists the per-group numbers of a step (``arguments``).
 
+    Threads may share an optimizer: what steps, reads or replaces its state waits for its turn, ``zero_grad`` too, since
+    a step reads the gradients. What runs on several streams of a GPU has to be put in order there, as ever.
+
     Attributes:
         max_grad_norm: the gradients' norm is clipped to it within the step, or None.
         grad_norm: 0-dim norm of the last step's unscaled gradients, on the first one's device; None where the step had
@@ -88,6 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _buckets: list[Bucket] | None
     _seen: _Seen
+    _lock: threading.RLock
     grad_norm: Tensor | None
 
     def __init__(
@@ -99,6 +104,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.backend = backend
         self._warned_lost_updates = False
+        self._lock = threading.RLock()
         super().__init__(params, defaults)
         self._reset()
 
@@ -126,6 +132,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter or option that the optimizer can't work with; nothing has been added then.
         """
+        with self._lock:
+            self._add_param_group(param_group)
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
         owner = type(self).__name__
         if isinstance(param_group, dict):
             param_group = dict(param_group)
@@ -163,6 +173,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._update()
         return loss
 
+    @torch.compiler.disable
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or fill them with zeros; see ``torch.optim.Optimizer.zero_grad``."""
+        with self._lock:
+            super().zero_grad(set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; ``capturable`` is always saved as False.
 
@@ -172,7 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         A state dict of ours loads into torch.optim, which casts the state of 16-bit parameters to their dtype; see
         ``convert_state_dict``.
         """
-        saved = super().state_dict()
+        with self._lock:
+            saved = super().state_dict()
         for group in saved["param_groups"]:
             group["capturable"] = False  # else torch would demand a capturing run of whoever loads it
         return saved
@@ -189,13 +206,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: groups, shapes or the kind of weight decay differ, or a value makes no sense; nothing has been
                 loaded then.
         """
-        states.load(self, state_dict)
+        with self._lock:
+            states.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "backend": self.backend}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_lock", threading.RLock())
         for key in ("max_grad_norm", "backend"):
             self.__dict__.setdefault(key, None)
         for options in (self.defaults, *self.param_groups):
@@ -217,14 +236,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             What ``step`` returned.
         """
-        given = getattr(self, "grad_scale", None)
-        self.grad_scale = grad_scale if given is None else grad_scale * given  # a user's own scale counts, as in torch
-        self.found_inf, self._fill_found_inf = found_inf, True
-        try:
-            return self.step(*args, **kwargs)
-        finally:
-            del self.grad_scale, self.found_inf
-            self._fill_found_inf = False
+        with self._lock:
+            given = getattr(self, "grad_scale", None)
+            self.grad_scale = grad_scale if given is None else grad_scale * given  # a user's own counts, as in torch
+            self.found_inf, self._fill_found_inf = found_inf, True
+            try:
+                return self.step(*args, **kwargs)
+            finally:
+                del self.grad_scale, self.found_inf
+                self._fill_found_inf = False
 
     @property
     def step_was_skipped(self) -> Tensor:
@@ -244,6 +264,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     def _update(self) -> None:
+        with self._lock:
+            self._take_step()
+
+    def _take_step(self) -> None:
         self._check_options()
         buckets = self._buckets
         if buckets is None or not self._plans_hold():
@@ -287,7 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: lr is a number, which this CUDA graph keeps: replays ignore a change. "
                 "Pass a tensor on the device, as lr=torch.tensor(1e-3, device='cuda').",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:

@@ -212,7 +212,7 @@ def warn_lost_updates(owner: str, group: Mapping[str, Any]) -> bool:
         "more) or, for bf16, bf16_stochastic_round=True (none; each step adds the noise of a rounding), or keep the "
         "parameters in fp32 under torch.autocast (2 more bytes a parameter for the weight, 2 for its gradient).",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return True
 
