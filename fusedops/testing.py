@@ -369,7 +369,7 @@ def compare(
         got: the tensor, in its own dtype.
         want: the float64 truth.
         condition: size of what was added up to make each element. NaN: only inf and NaN are judged there; inf: the
-            arithmetic leaves its range although the truth does not, and nothing is judged.
+            arithmetic leaves its range although the truth does not, and only what PyTorch keeps finite there has to be.
         terms: length N of the sum.
         name: what to call it in messages.
         baseline: PyTorch's own result, which fixes shape and dtype; its ULPs are reported.
@@ -382,7 +382,8 @@ def compare(
         The worst element.
 
     inf and NaN must stand where the truth has them. A result may be inf where the truth is finite if the truth is
-    within the bound of the first number that rounds to inf.
+    within the bound of the first number that rounds to inf. Where there is no bound at all, it has to be finite if the
+    truth and the baseline are; not in fp64, where the truth has no more digits than what is judged by it.
     """
     dtype = got.dtype if baseline is None else baseline.dtype
     if got.shape != want.shape or got.dtype != dtype:
@@ -394,16 +395,19 @@ def compare(
     spacing = ulp(want, dtype)
     unit = 2.0**-53 if wide else 2.0**-24
     condition = condition.detach().expand(want.shape)
-    unspecified = condition.isinf()
+    boundless = condition.isinf()
     condition = condition.nan_to_num(math.inf, math.inf)
     bound = factor * ((1.0 + extra_ulps) * spacing + 4 * unit * math.sqrt(math.log2(max(terms, 2))) * condition)
-    error = torch.where(unspecified, 0.0, _error(got, want, dtype))
-    share = (error / bound).nan_to_num(math.inf, math.inf)
+    base = None if baseline is None else baseline.detach().to(want.device).double()
+    required = want.isfinite() if base is None else want.isfinite() & base.isfinite()
+    astray = math.inf if not wide else 0.0
+    error = torch.where(boundless, torch.where(required & ~got.isfinite(), astray, 0.0), _error(got, want, dtype))
+    share = torch.where(boundless, error, error / bound).nan_to_num(math.inf, math.inf)
     worst = share.argmax()
     shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
     own = want.new_tensor(math.nan)
-    if baseline is not None and beside:
-        own = torch.where(unspecified, 0.0, _error(baseline.detach().to(want.device).double(), want, dtype)) / shown
+    if base is not None and beside:
+        own = torch.where(boundless, 0.0, _error(base, want, dtype)) / shown
     at = [t.flatten()[worst] for t in (share, got, want, bound)]  # read back together: on a GPU each read is a wait
     read = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
     index = torch.unravel_index(torch.tensor(int(read.pop()), device="cpu"), want.shape)

@@ -234,6 +234,22 @@ def test_values(spec: OpSpec, values: str, dtype: torch.dtype, eps: float, backe
 
 
 @every_op
+@pytest.mark.parametrize("width", [8, 1000, 5000, 70_000])
+def test_rows_whose_squares_add_up_to_inf(spec: OpSpec, width: int, backend: str, device: str) -> None:
+    """The variance is inf, so rstd is 0 and y the bias; not NaN, though the mean's rounding squares to inf as well."""
+    if backend == "reference" and device == "cpu":
+        pytest.skip("PyTorch's LayerNorm makes NaN of them on a CPU")
+    case = Case((5, width), 1, dict.fromkeys(spec.grads, F32))
+    kwargs = testing.make_sample(spec, case, device).kwargs
+    for name in ("input", *spec.like_input):
+        kwargs[name] = (1e30 * kwargs[name].detach()).requires_grad_()
+    output = testing.outputs_of(spec.function(**kwargs, backend=backend))[0]
+    assert torch.equal(output, kwargs["bias"].expand(5, width) if "bias" in kwargs else torch.zeros_like(output))
+    for grad in torch.autograd.grad(output.sum(), [kwargs[name] for name in spec.grads]):
+        assert grad.isfinite().all()
+
+
+@every_op
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("width", [7, 1000, 70_000])
 def test_one_bad_row_leaves_the_others_bitwise_as_they_are(

@@ -122,6 +122,45 @@ def test_a_finite_result_where_the_truth_is_nan_fails() -> None:
     assert red(outcome_of(case, lambda results: results["output"].nan_to_num_())) == {"output"}
 
 
+RMS_NORM = OPS["rms_norm"]
+
+
+def rms_outcome_of(case: Case, damage: Callable[[dict[str, Tensor]], None]) -> testing.Outcome:
+    sample = testing.make_sample(RMS_NORM, case)
+    grad = testing.make_grad(case, RMS_NORM.reference(**sample.kwargs))
+    results = testing.run(RMS_NORM.reference, sample, lambda output: grad)
+    damage(results)
+    return testing.judge(RMS_NORM, case, sample, grad, results, backend="planted")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["output", *NAMES])
+def test_what_rows_of_equal_numbers_leave_open_is_a_size(name: str, bad: float) -> None:
+    """Their variance is lost, but not their eps: x̂ is at most what the mean was off by, over its root."""
+    case = a_case((6, 64), F32, values="constant_rows", options={"eps": 1e-18})
+    assert outcome_of(case, lambda results: None).passed
+    assert red(outcome_of(case, lambda results: results[name].view(-1)[3].fill_(bad))) == {name}
+
+
+@pytest.mark.parametrize("name", ["output", "input", "weight"])
+def test_nan_where_pytorch_stays_finite_fails(name: str) -> None:
+    """Squares of 1e30 add up to inf: PyTorch's rstd is 0 there, which no bound knows of."""
+    case = Case((6, 64), 1, {"input": F32, "weight": F32}, values="huge")
+    assert rms_outcome_of(case, lambda results: None).passed
+    assert red(rms_outcome_of(case, lambda results: results[name].view(-1, 64)[-1, 5].fill_(math.nan))) == {name}
+
+
+def test_a_row_without_bound_leaves_others_and_dbias_judged() -> None:
+    def spoil(results: dict[str, Tensor]) -> None:
+        results["bias"][3] = math.nan
+        results["output"][0, 3] *= 1.001  # 1e12: its squares fit
+
+    assert red(outcome_of(a_case((2, 64), F32, values="huge"), spoil)) == {"output", "bias"}
+    equal = a_case((6, 64), F32, values="constant_rows", options={"eps": 0.0})
+    assert outcome_of(equal, lambda results: results["output"].zero_()).passed  # rstd is inf
+    assert red(outcome_of(equal, lambda results: results["bias"].zero_())) == {"bias"}
+
+
 def test_message_names_everything() -> None:
     message = str(outcome_of(a_case((5, 7), F32), lambda results: results["input"][2, 3].add_(1.0)))
     for part in ("layer_norm on planted (cpu)", "5x7-fp32", "seed 0", "input[2, 3]: got", "want", "±", "of the bound"):

@@ -6,6 +6,8 @@
 // a row comes from is norm_rows.cuh's business.
 #pragma once
 
+#include <cmath>
+
 #include "norm_rows.cuh"
 #include "reduce.cuh"
 
@@ -247,8 +249,8 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     acc_t variance = row_sum(squares.total()) / p.hidden;
     if constexpr (!kRms) {
       const acc_t off = row_sum(rest.total()) / p.hidden;
-      variance -= off * off;
-      if (variance < 0) variance = 0;
+      // Squares that add up to inf stay that: off², of a mean of 1e30, may be inf as well, and inf - inf is NaN.
+      if (variance < acc_t(INFINITY)) variance = variance > off * off ? variance - off * off : acc_t(0);
       mean += off;
     }
     const acc_t rstd = inverse_sqrt(variance + static_cast<acc_t>(p.n.eps));

@@ -443,40 +443,48 @@ def norm_condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor
         The mean of x is off by u·mean|x|, so each x̂ by u·``shift``, shift = mean|x|·rstd; below the smallest normal
         number errors are absolute, u·tiny. The variance is then off by the square of that, and by u·tiny itself:
         rstd by u·``lost``. dx and dweight inherit both through x̂ and rstd.
+
+        Where that is no longer small beside the variance itself (a row of equal numbers), rstd may be anything up to
+        1/√eps, and x̂ up to ``reach``: results are as good as any other of their size. Without an eps that the
+        arithmetic can hold there is no such size, nor is one where the squares add up to more than it holds: rstd is
+        inf or 0 there, and so the condition is inf. A row with inf or NaN has a NaN here, and keeps it.
         """
         args = sample.kwargs
         shape = sizes(args["normalized_shape"])
         dims, x = tuple(range(-len(shape), 0)), args["input"]
-        weight = args.get("weight")
+        hidden, weight, bias = math.prod(shape), args.get("weight"), args.get("bias")
         w = (torch.ones((), dtype=x.dtype, device=x.device) if weight is None else weight) + args.get(
             "weight_offset", 0.0
         )
         arithmetic = torch.finfo(sample.arithmetic)
         eps, tiny, unit = args.get("eps", 1e-5), arithmetic.tiny, arithmetic.eps / 2
-        mean = x.mean(dims, keepdim=True) if centred else torch.zeros((), dtype=x.dtype, device=x.device)
-        square = (x - mean).square().mean(dims, keepdim=True)
+        centre = x - x.mean(dims, keepdim=True) if centred else x
+        square = centre.square().mean(dims, keepdim=True)
         rstd = (square + eps).rsqrt()
-        xhat, wdy = ((x - mean) * rstd).abs(), (w * dy).abs()
-        shift = ((x.abs().mean(dims, keepdim=True) if centred else 0.0) + tiny) * rstd
+        xhat, wdy = (centre * rstd).abs(), (w * dy).abs()
+        size = (x.abs().mean(dims, keepdim=True) if centred else 0.0) + tiny
+        shift = size * rstd
         lost = unit * shift.square() + tiny * rstd.square()
-        # There is no bound where the squares add up to more than the arithmetic holds, or where what they lost is no
-        # longer small beside them (a row of equal numbers or of subnormals, without eps): PyTorch's own rstd is 0 or
-        # inf there. A row with inf or NaN has a NaN here, and keeps it.
-        outside = (square * math.prod(shape) > arithmetic.max) & square.isfinite() | (lost * unit > 2.0**-5)
-        fits = torch.where(outside, math.inf, 1.0)
-        spread = (1 + lost) * fits
-        y = (w * (x - mean) * rstd).abs() * (1 + tiny * rstd.square())
-        y = y + (0 if args.get("bias") is None else args["bias"].abs())
-        rows = tuple(range(x.dim() - len(shape)))
+        y = w.abs() * ((x.abs().amax(dims, keepdim=True) + tiny) * rstd + xhat * (1 + tiny * rstd.square()))
         dx = wdy + wdy.mean(dims, keepdim=True) + xhat * (wdy * (xhat + shift)).mean(dims, keepdim=True)
-        dx = rstd * spread * (dx + shift * (wdy * xhat).mean(dims, keepdim=True))
-        dweight = dy.abs() * (xhat + shift) * spread
+        dx = rstd * (1 + lost) * (dx + shift * (wdy * xhat).mean(dims, keepdim=True))
+        dweight = dy.abs() * (xhat + shift) * (1 + lost)
+
+        gone = lost * unit > 2.0**-5
+        if gone.any():
+            most = eps**-0.5 if eps >= tiny else math.inf
+            reach = most * (centre.abs() + 4 * unit * math.sqrt(math.log2(max(hidden, 2))) * size)
+            y = torch.where(gone, w.abs() * reach / unit, y)
+            any_dx = wdy + wdy.mean(dims, keepdim=True) + reach * (wdy * reach).mean(dims, keepdim=True)
+            dx = torch.where(gone, most * any_dx / unit, dx)
+            dweight = torch.where(gone, dy.abs() * reach / unit, dweight)
+        boundless = (square * hidden > arithmetic.max) & square.isfinite() | gone & (eps < tiny)
+        y, dx, dweight = (torch.where(boundless, math.inf, t) for t in (y, dx, dweight))
+        rows = tuple(range(x.dim() - len(shape)))
         return {
-            "output": torch.where(outside, math.inf, w.abs() * (x.abs().amax(dims, keepdim=True) + tiny) * rstd + y),
-            "input": torch.where(outside, math.inf, dx),
-            "weight": torch.where(outside, math.inf, dweight).sum(rows)
-            if rows
-            else torch.where(outside, math.inf, dweight),
+            "output": y if bias is None else y + bias.abs(),
+            "input": dx,
+            "weight": dweight.sum(rows) if rows else dweight,
             "bias": dy.abs().sum(rows) if rows else dy.abs(),
         }
 

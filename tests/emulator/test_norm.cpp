@@ -142,6 +142,30 @@ void run(const Case& c) {
   }
 }
 
+// Squares that add up to inf make rstd 0 and y the bias, as in PyTorch; never NaN.
+void run_beyond_squares(bool rms, int64_t hidden, int device) {
+  const DType f32 = DType::f32;
+  const Case c{rms, 3, hidden, f32, f32, f32, f32, 0, 0, true, 0, 1e30, device};
+  emulator::device = kDevices[device];
+  Array x(f32, c.rows * hidden), b(f32, hidden), y(f32, c.rows * hidden), mean(f32, c.rows), rstd(f32, c.rows);
+  x.fill(c.rows * hidden);
+  for (int64_t i = 0; i < c.rows * hidden; ++i) x.set(i, 1e30 * (1 + x.get(i)));
+  b.fill(hidden);
+  fusedops::NormFwd fwd{};
+  fwd.rms = rms;
+  fwd.rows = c.rows;
+  fwd.hidden = fwd.x_stride = hidden;
+  fwd.x = x.data();
+  fwd.x_dtype = fwd.weight_dtype = fwd.bias_dtype = fwd.y_dtype = f32;
+  fwd.bias = rms ? nullptr : b.data();
+  fwd.eps = 1e-5;
+  fwd.y = y.data();
+  fwd.mean = rms ? nullptr : mean.data();
+  fwd.rstd = rstd.data();
+  expect_launch(c, fusedops::cuda::norm_fwd(fwd, nullptr));
+  for (int64_t i = 0; i < c.rows * hidden; ++i) expect(c, "y", y, i, rms ? 0 : b.get(i % hidden), 0);
+}
+
 }  // namespace
 
 int main() {
@@ -181,6 +205,9 @@ int main() {
   run({false, 3, 72, bf16, bf16, f32, f32, 0, 0, true, 0, 0, 0, /*with_bias=*/false});
   run({true, 2, 1023, bf16, bf16, bf16, bf16});   // several warps a row
   run({true, 1, 16500, bf16, bf16, bf16, bf16});  // wide rows, staged
+  for (const bool rms : {false, true}) {
+    for (const int64_t hidden : {41, 256, 2050}) run_beyond_squares(rms, hidden, hidden == 2050 ? 3 : 0);
+  }
   printf("%d checks, %d failures, %ld launches\n", checks, failures, emulator::launches);
   return failures ? 1 : 0;
 }

@@ -170,7 +170,8 @@ def norm_fwd_kernel(
     variance = squares / hidden
     if CENTER:  # the mean of what is left is what the mean was off by: in rows of tiny spread it counts
         rest = rest / hidden
-        variance = tl.maximum(variance - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        # Squares that add up to inf stay that: rest², of a mean of 1e30, may be inf as well, and inf − inf is NaN.
+        variance = tl.where(variance < float("inf"), tl.maximum(variance - rest * rest, 0.0), variance)
         mean += rest
         tl.store(mean_ptr + row, mean, mask=live)
     rstd = 1.0 / tl.sqrt_rn(variance + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
