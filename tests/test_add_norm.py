@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -315,19 +316,38 @@ def test_compiled_drops_what_eager_drops(spec: OpSpec, forced: str, compiler: st
 
 
 @pytest.mark.parametrize("forced", ["native", "reference"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @SPECS
-def test_two_equal_calls_in_a_graph_draw_twice(spec: OpSpec, forced: str) -> None:
-    """The compiler takes equal calls of an operator for one, unless something tells them apart."""
+def test_two_equal_calls_in_a_graph_draw_twice(spec: OpSpec, mode: Callable[[], Any], forced: str) -> None:
+    """What eager draws. Of equal calls the compiler keeps one, unless something tells them apart."""
     if reason := fusedops.backends("cpu")[forced]:
         pytest.skip(reason)
     torch._dynamo.reset()
-    x, r, _ = tensors(4, 64)
-    function = torch.compile(
-        lambda a: [spec.function(a, r, 64, dropout_p=0.5)[1] for _ in range(2)], backend="inductor", fullgraph=True
-    )
+    x, r, w = tensors(4, 64)
+
+    def function(a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        with mode():
+            calls = [spec.function(a, r, 64, dropout_p=0.5)[1] for _ in range(2)]
+        return *calls, w * calls[0] - w * calls[1]
+
     with fusedops.use_backend(forced):
-        first, second = function(x)
-    assert not torch.equal(first, second)
+        torch.manual_seed(1)
+        eager = function(x, r, w)
+        torch.manual_seed(1)
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(x, r, w)
+    assert_same(compiled, eager)
+    assert not torch.equal(compiled[0], compiled[1])
+
+
+def test_compiled_bits() -> None:
+    """Inductor's C++ may do anything where an int64 overflows, so none may."""
+    torch._dynamo.reset()
+    seed = torch.tensor([7692698082559361259, 4064269471072392264])
+
+    def function(seed: Tensor) -> Tensor:
+        return dropout_factor(seed, 0.5, (4, 64), 1, F32)
+
+    assert torch.equal(torch.compile(function, fullgraph=True)(seed), function(seed))
 
 
 @SPECS
@@ -361,6 +381,91 @@ def test_a_captured_graph_draws_anew_at_each_replay(spec: OpSpec, backend: str) 
         seen.append(dropped)
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+# ---------------------------------------------------------------- torch.func
+
+
+def dropped(spec: OpSpec | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what an op drops of its input, or what PyTorch drops."""
+    if spec is None:
+        return lambda x, r: F.dropout(x, 0.5) + 0 * r
+    return lambda x, r: spec.function(x, r, r.shape[-1], dropout_p=0.5)[1] - r
+
+
+@SPECS
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("batched", [(0, 0), (None, 0)], ids=str)
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_vmap_decides_about_randomness(
+    spec: OpSpec, randomness: str, batched: tuple[int | None, ...], compiled: bool
+) -> None:
+    """As of torch.nn.functional.dropout."""
+    found = []
+    for drops in (spec, None):
+        torch._dynamo.reset()
+        function = torch.func.vmap(dropped(drops), batched, randomness=randomness)
+        if compiled:
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        given = torch.ones(3, 2, 64) if batched[0] == 0 else torch.ones(2, 64), torch.zeros(3, 2, 64)
+        if randomness == "error":
+            with pytest.raises(RuntimeError, match="random"):
+                function(*given)
+            continue
+        masks = function(*given)
+        assert 0.3 < float((masks == 0).float().mean()) < 0.7
+        found.append(torch.equal(masks[0], masks[1]))
+    assert found == ([] if randomness == "error" else [randomness == "same"] * 2)
+
+
+@SPECS
+def test_vmap_without_dropout_draws_nothing(spec: OpSpec) -> None:
+    x, r = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    for options in ({}, {"dropout_p": 0.5, "training": False}):
+        found = torch.func.vmap(lambda x, r: spec.function(x, r, 8, **options))(x, r)  # noqa: B023
+        assert_close(found, spec.function(x, r, 8))
+
+
+@SPECS
+def test_transforms_draw_what_eager_draws(spec: OpSpec) -> None:
+    x, r, w = (t.detach() for t in tensors(4, 64))
+    found = []
+    for transformed in (False, True):
+        torch.manual_seed(1)
+        function = lambda a: spec.function(a, r, 64, w, dropout_p=0.5)[0].square().sum()  # noqa: E731
+        leaf = x.clone().requires_grad_()
+        found.append([torch.func.grad(function)(x)] if transformed else torch.autograd.grad(function(leaf), leaf))
+    assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- several threads
+
+
+@SPECS
+def test_threads_that_draw(spec: OpSpec, backend: str) -> None:
+    """They share a generator, as of PyTorch's dropout: who draws what is chance, each is whole."""
+    where = str(torch.get_default_device())
+    if (backend, where) == ("triton", "cpu"):
+        pytest.skip("Triton's interpreter keeps the place of a program in one global")
+    drawn: dict[int, list[Tensor]] = {}
+    start = threading.Barrier(3)
+
+    def run(number: int) -> None:
+        x, r = torch.ones(64, 64, device=where, requires_grad=True), torch.zeros(64, 64, device=where)
+        start.wait()
+        for _ in range(20):
+            total = spec.function(x, r, 64, dropout_p=0.5)[1]
+            assert torch.equal(torch.autograd.grad(total.sum(), x)[0], total.detach())
+            drawn.setdefault(number, []).append(total.detach())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    masks = [mask for found in drawn.values() for mask in found]
+    assert len(masks) == 60, "a thread failed"
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 60
 
 
 # ---------------------------------------------------------------- what is refused

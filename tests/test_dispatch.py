@@ -25,11 +25,11 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 CALL = Call("layer_norm", "cpu", -1, (("input", F32), ("weight", BF16), ("output", F32)), 768, 1023)
 
 
-def fake_backend(reason: str | None = None, limits: Limits | None = None) -> ModuleType:
-    """A backend that serves layer_norm within limits, or can't run at all."""
+def fake_backend(reason: str | None = None, limits: Limits | None = None, op: str = "layer_norm") -> ModuleType:
+    """A backend that serves an op within limits, or can't run at all."""
     module = ModuleType("fake")
     module.unavailable = lambda device_type: reason
-    module.LIMITS = {} if limits is None else {"layer_norm": limits}
+    module.LIMITS = {} if limits is None else {op: limits}
     module.implementation = lambda call: lambda *args: "served"
     return module
 
@@ -388,6 +388,38 @@ def test_explain_prints_row_verdicts_and_origin(fake: Callable[..., None]) -> No
 def test_explain_runs_nothing_and_refuses_unknown_ops() -> None:
     with pytest.raises(ValueError, match=r"expected one of layer_norm, rms_norm, .*got 'norm'"):
         fusedops.explain("norm", torch.randn(2, 2), 2)
+
+
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("first", ["served", "refused"])
+def test_a_second_results_dtype_is_part_of_the_choice(
+    op: str, compiling: bool, first: str, fake: Callable[..., None]
+) -> None:
+    """Calls that differ in it alone, either seen first: a backend that refuses it never serves it."""
+    fake(native=fake_backend(limits=Limits(frozenset({F32})), op=op))
+    function, x = getattr(fusedops, op), torch.ones(2, 8)
+    calls: dict[str, Callable[..., object]] = {
+        "served": lambda x, **k: function(x, x, 8, **k),
+        "refused": lambda x, **k: function(x, x, 8, residual_dtype=BF16, **k),
+    }
+    assert (
+        "residual_out is torch.bfloat16"
+        in dict(fusedops.explain(op, x, x, 8, residual_dtype=BF16).verdicts)["native"][0]
+    )
+    if compiling:
+        calls = {name: torch.compile(call, backend="eager", fullgraph=True) for name, call in calls.items()}
+    for name in (first, *calls):
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            result = calls[name](x)
+        assert (result == "served") is (name == "served")
+        assert name == "served" or result[1].dtype is BF16
+    for name, call in calls.items():
+        if name == "refused" and not compiling:
+            with pytest.raises(UnsupportedError, match=r"residual_out is torch\.bfloat16"):
+                call(x, backend="native")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -174,6 +174,27 @@ def test_nested_tensors_where_all_is_plain_torch(spec: OpSpec, monkeypatch: pyte
     torch.testing.assert_close(first.unbind()[0], as_function(spec, small_case(spec))(*leaves)[0])
 
 
+@RANDOM_SPECS
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_dropped(spec: OpSpec, layout: torch.layout, compiled: bool) -> None:
+    if compiled and layout is torch.strided:
+        pytest.skip("PyTorch compiles jagged tensors only")
+    torch._dynamo.reset()
+
+    def function(x: Tensor, r: Tensor) -> Any:
+        return spec.function(x, r, (64,), dropout_p=0.5)
+
+    x = torch.nested.nested_tensor([torch.ones(rows, 64) for rows in (2, 5, 1)], layout=layout, requires_grad=True)
+    r = x.detach() * 0
+    _, summed = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(x, r)
+    values = torch.cat(summed.unbind())
+    assert set(values.unique().tolist()) == {0.0, 2.0}
+    assert len(values.unique(dim=0)) == 8, "each row has a mask of its own"
+    (grad,) = torch.autograd.grad(values.sum(), x)
+    assert torch.equal(torch.cat(grad.unbind()), values.detach())
+
+
 @SPECS
 def test_a_nested_tensor_of_another_width_is_refused(spec: OpSpec) -> None:
     leaves = make_leaves(spec, small_case(spec))
@@ -231,6 +252,25 @@ def test_dtensors(spec: OpSpec, compiled: bool, mesh: Any) -> None:
     got = results(torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op, leaves)
     assert all(isinstance(t, DTensor) for t in got)
     assert_close([t.full_tensor() for t in got], results(op, plain))
+
+
+@RANDOM_SPECS
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dtensors_are_dropped(spec: OpSpec, compiled: bool, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch._dynamo.reset()
+
+    def function(x: Tensor, r: Tensor) -> Any:
+        return spec.function(x, r, 64, dropout_p=0.5)
+
+    x = distribute_tensor(torch.ones(8, 64), mesh, [Shard(0)]).requires_grad_()
+    r = distribute_tensor(torch.zeros(8, 64), mesh, [Shard(0)])
+    y, summed = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(x, r)
+    values = summed.full_tensor()
+    assert set(values.unique().tolist()) == {0.0, 2.0}
+    (grad,) = torch.autograd.grad(values.sum() + 0 * y.full_tensor().sum(), x)
+    assert torch.equal(grad.full_tensor(), values.detach())
 
 
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "fully_shard"])

@@ -181,7 +181,7 @@ Backward backward(Norm norm, const Tensor& dy, const OptTensor& dsum, const Tens
 
 Tensor dropout_seed_kernel(const Tensor& like) {
   Tensor seed = at::empty({2}, like.options().dtype(at::kLong).memory_format(std::nullopt));
-  return like.is_meta() ? seed : seed.random_();
+  return like.is_meta() ? seed : seed.random_(0, INT64_MAX);  // the numbers that torch.randint draws
 }
 
 OptTensor seed_for(double dropout_p, const Tensor& input) {

@@ -168,6 +168,11 @@ std::tuple<Tensor, Tensor> add_layer_norm_autograd(const Tensor& input, const Te
   }
   refuse_forward_mode("add_layer_norm", input, OptTensor(residual), weight, bias);
   const at::AutoDispatchBelowADInplaceOrView guard;
+  if (const OptTensor seed = new_seed(dropout_p, input)) {  // drawn apart, as above
+    auto [y, sum, mean, rstd] = add_layer_norm_fwd(input, residual, normalized_shape, weight, bias, eps, seed,
+                                                   dropout_p, out_dtype, residual_dtype);
+    return {y, sum};
+  }
   return add_layer_norm(input, residual, normalized_shape, weight, bias, eps, dropout_p, out_dtype, residual_dtype);
 }
 
@@ -182,6 +187,11 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tens
   }
   refuse_forward_mode("add_rms_norm", input, OptTensor(residual), weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
+  if (const OptTensor seed = new_seed(dropout_p, input)) {  // drawn apart, as above
+    auto [y, sum, rstd] = add_rms_norm_fwd(input, residual, normalized_shape, weight, eps, weight_offset, seed,
+                                           dropout_p, out_dtype, residual_dtype);
+    return {y, sum};
+  }
   return add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, out_dtype,
                       residual_dtype);
 }

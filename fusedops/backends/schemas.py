@@ -125,7 +125,7 @@ def _rms_norm_bwd(
 
 
 def _dropout_seed(like: Tensor) -> Tensor:
-    return like.new_empty(2, dtype=torch.int64).random_()
+    return like.new_empty(2, dtype=torch.int64).random_(0, 2**63 - 1)
 
 
 def _add_layer_norm_fwd(

@@ -22,8 +22,8 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _STAND_INS = {dtype: torch.empty(1, dtype=dtype, device="meta") for dtype in FLOATS}
 # Tensor types our kernels may see; any other subclass (DTensor, quantised weights) takes plain PyTorch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
-# What stands for them while torch.export runs our Python.
-_TRACED_TYPES = _PLAIN | {FakeTensor, FunctionalTensor}
+# And what stands for them while PyTorch runs our Python to trace it.
+TENSOR_TYPES = _PLAIN | {FakeTensor, FunctionalTensor}
 _MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]  # not in torch's stub
 _NOT_DENSE = frozenset(
     (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, _MKLDNN)
@@ -148,8 +148,18 @@ def choose(
     shape: tuple[int, ...],
     out_dtype: torch.dtype,
     backend: str | None,
+    options: tuple[tuple[str, Any], ...] = (),
 ) -> Choice:
     """Return what serves this call: one dict hit when its like was seen before.
+
+    Args:
+        op: its name.
+        input: its first tensor.
+        others: its other differentiable arguments, in their order.
+        shape: its normalized_shape.
+        out_dtype: dtype of its first result.
+        backend: the explicit choice, or None.
+        options: names and values of other arguments that backends may refuse.
 
     Pointers and strides are not part of the key: alignment is the launcher's business. Rows count by powers of two.
     What no kernel knows of (tensor subclasses, nested tensors, functorch transforms, forward-mode AD, torch.jit.trace)
@@ -159,11 +169,13 @@ def choose(
         types = (type(input), *[type(t) for t in others])
         dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
         device = input.device
-        key = _choose_compiling(op, device.type, device.index, types, dtypes, dispatch.forced_backend(op, backend))
+        key = _choose_compiling(
+            op, device.type, device.index, types, dtypes, dispatch.forced_backend(op, backend), options
+        )
         found: Choice = getattr(_traced, key)
         return found
     if type(input) is Tensor and input.is_nested:
-        return _by_component(op, (input, *others), shape, out_dtype)
+        return _by_component(op, (input, *others), shape, out_dtype, options)
     if (
         CONFIG.disabled
         or _are_transforms_active()
@@ -172,19 +184,23 @@ def choose(
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
         return _plain(op)
-    key = (op, backend, out_dtype, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
+    key = (op, backend, out_dtype, options, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
     if choice is None:
-        choice = dispatch.select(_describe(op, (input, *others), shape, out_dtype), backend)
+        choice = dispatch.select(_describe(op, (input, *others), shape, out_dtype, options), backend)
         dispatch.cache[key] = choice
     return choice
 
 
-def _describe(op: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...], out_dtype: torch.dtype | None) -> Call:
+def _describe(
+    op: str, tensors: Sequence[Tensor | None], shape: tuple[int, ...], out_dtype: torch.dtype | None,
+    options: tuple[tuple[str, Any], ...],
+) -> Call:  # fmt: skip
     """Describe a call by the differentiable arguments of its op, in their order."""
     spec = registry.OPS[op]
-    return spec.describe(**dict(zip(spec.grads, tensors, strict=True)), normalized_shape=shape, out_dtype=out_dtype)
+    given = dict(zip(spec.grads, tensors, strict=True))
+    return spec.describe(**given, normalized_shape=shape, out_dtype=out_dtype, **dict(options))
 
 
 def _plain(op: str) -> Choice:
@@ -192,8 +208,9 @@ def _plain(op: str) -> Choice:
 
 
 def _by_component(
-    op: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], out_dtype: torch.dtype
-) -> Choice:
+    op: str, tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], out_dtype: torch.dtype,
+    options: tuple[tuple[str, Any], ...],
+) -> Choice:  # fmt: skip
     """Serve nested tensors of the strided layout, for which PyTorch lacks most functions, component by component."""
     spec = registry.OPS[op]
 
@@ -210,7 +227,7 @@ def _by_component(
     if len(counts) > 1:
         raise ValueError(f"{op}: expected nested tensors of one number of components, got {sorted(counts)}")
     for some in components(tensors):
-        _describe(op, some, shape, out_dtype)  # checks them
+        _describe(op, some, shape, out_dtype, options)  # checks them
     return Choice("reference", run, checks_arguments=True)
 
 
@@ -236,23 +253,30 @@ def _choose_compiling(
     types: tuple[type, ...],
     dtypes: tuple[torch.dtype | None, ...],
     forced: str | None,
+    options: tuple[tuple[str, Any], ...],
 ) -> str:
     """Choose while Dynamo traces; it guards on the arguments and on the transforms in force.
 
     Sizes are left out, so that none is specialised.
     """
-    transformed = _are_transforms_active() or _forward_ad._current_level >= 0
-    if CONFIG.disabled or transformed or not _TRACED_TYPES.issuperset(types):
+    tangents = _forward_ad._current_level >= 0
+    if CONFIG.disabled or _are_transforms_active() or tangents or not TENSOR_TYPES.issuperset(types):
         choice = _plain(op)
     else:
         tensors = [None if d is None else _stand_in(d) for d in dtypes[:-1]]
-        call = _describe(op, tensors, (1,), dtypes[-1])
+        call = _describe(op, tensors, (1,), dtypes[-1], options)
         index = -1 if device_index is None else device_index
         call = replace(call, device=device_type, index=index, hidden=None, rows=None, compiling=True)
         choice = dispatch.select(call, forced)
     key = f"{op} on {choice.backend}"
     setattr(_traced, key, choice)
     return key
+
+
+@torch.compiler.assume_constant_result
+def transformed() -> bool:
+    """Tell whether a functorch transform is in force."""
+    return _are_transforms_active()
 
 
 def _stand_in(dtype: torch.dtype) -> Tensor:

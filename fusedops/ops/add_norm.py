@@ -35,7 +35,7 @@ from ._common import (
     sizes,
     wide,
 )
-from .dropout import draw_seed, dropout_factor
+from .dropout import draw_seed, drop, dropout_factor
 from .norm import (
     Shape,
     check_norm,
@@ -101,7 +101,9 @@ def add_layer_norm(
         raise ValueError(f"add_layer_norm: eps: expected a number >= 0, got {eps!r}")
     if residual_dtype is not None:
         _check_residual_dtype("add_layer_norm", residual_dtype, input)
-    choice = choose("add_layer_norm", input, (residual, weight, bias), shape, dtype, backend)
+    choice = choose(
+        "add_layer_norm", input, (residual, weight, bias), shape, dtype, backend, (("residual_dtype", residual_dtype),)
+    )
     if not choice.checks_arguments:
         _check("add_layer_norm", input, residual, shape, weight, bias)
     try:
@@ -159,7 +161,9 @@ def add_rms_norm(
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     if residual_dtype is not None:
         _check_residual_dtype("add_rms_norm", residual_dtype, input)
-    choice = choose("add_rms_norm", input, (residual, weight), shape, dtype, backend)
+    choice = choose(
+        "add_rms_norm", input, (residual, weight), shape, dtype, backend, (("residual_dtype", residual_dtype),)
+    )
     if eps is None:
         eps = default_eps(input.dtype)
     elif not is_epsilon(eps):
@@ -210,11 +214,7 @@ def _sum(
 ) -> Pair:  # fmt: skip
     """Return the sum, as it is normalised: rounded, yet with the derivative of the sum; and as it is returned."""
     acc = wide(input.dtype)
-    x = input.to(acc)
-    seed = draw_seed(p, input) if seed is None else seed
-    if seed is not None:
-        x = x * dropout_factor(seed, p, x.shape, dims, acc)
-    total = residual.to(acc) + x
+    total = residual.to(acc) + drop(input.to(acc), p, dims, seed)
     result = total.to(dtype or residual.dtype)
     rounded = (result if rounded is None else rounded).detach().to(acc)
     return total + torch.where(rounded == total, 0.0, rounded - total).detach(), result

@@ -14,6 +14,9 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ._common import TENSOR_TYPES, transformed
 
 _WORD = 0xFFFFFFFF
 
@@ -26,6 +29,8 @@ def draw_seed(p: float, input: Tensor) -> Tensor | None:
     """
     if not p > 0:
         return None
+    if transformed():  # vmap decides about equal and different numbers, and knows only PyTorch's own operators
+        return torch.randint(2**63 - 1, (2,), device=input.device)
     seed: Tensor = torch.ops.fusedops.dropout_seed(torch.empty(0, dtype=torch.int64, device=input.device))
     return seed
 
@@ -47,6 +52,17 @@ def dropout_factor(seed: Tensor, p: float, shape: Sequence[int], dims: int, dtyp
     return ((word >= threshold).to(dtype) * scale).reshape(shape)
 
 
+def drop(x: Tensor, p: float, dims: int, seed: Tensor | None = None) -> Tensor:
+    """Drop elements of ``x``, whose rows are its last ``dims`` dimensions, by a seed: a new one where none is given.
+
+    PyTorch drops those of its subclasses, whose shards and ragged rows only it knows.
+    """
+    if seed is None and p > 0 and type(x) not in TENSOR_TYPES:
+        return F.dropout(x, p)
+    seed = draw_seed(p, x) if seed is None else seed
+    return x if seed is None else x * dropout_factor(seed, p, x.shape, dims, x.dtype)
+
+
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key0: Tensor | int, key1: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,8 +75,18 @@ def philox(
     """
     c0, c1, c2, c3 = counter
     for _ in range(10):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits each; the shift below drops the sign's copies
-        c0, c1 = (odd >> 32 & _WORD) ^ c1 ^ key0, odd & _WORD
-        c2, c3 = (even >> 32 & _WORD) ^ c3 ^ key1, even & _WORD
+        (even_high, even_low), (odd_high, odd_low) = _multiply(c0, 0xD2511F53), _multiply(c2, 0xCD9E8D57)
+        c0, c1 = odd_high ^ c1 ^ key0, odd_low
+        c2, c3 = even_high ^ c3 ^ key1, even_low
         key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
     return c0, c1, c2, c3
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the upper and the lower 32 bits of a product of two numbers of 32 bits.
+
+    In two steps, each below 2⁶³: compiled code may take it for granted that an int64 does not overflow.
+    """
+    low, high = (word & 0xFFFF) * factor, (word >> 16) * factor
+    high = high + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
