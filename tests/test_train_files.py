@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -28,6 +29,8 @@ from fusedops import _files, optim
 
 pytest.importorskip("safetensors.torch", reason="the train extra is not installed")
 
+from safetensors.torch import load_file
+
 from fusedops.train import checkpoint, session
 from fusedops.train.checkpoint import CheckpointError
 from fusedops.train.config import TrainConfig
@@ -49,6 +52,13 @@ def parts(cls: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Parts:
         p.grad = torch.ones_like(p)
     optimizer.step()
     return model, optimizer, torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def used_parts() -> Parts:
+    """The same in the midst of a run: the scaler holds tensors by now."""
+    own = parts()
+    own[2].scale(torch.ones(1))
+    return own
 
 
 def snapshot(all_parts: Parts) -> Any:
@@ -146,6 +156,74 @@ def test_hostile_tensors_are_refused_or_harmless(tmp_path):
             own = parts()
             before = snapshot(own)
     assert refused > 250
+
+
+def test_any_byte_may_be_another(tmp_path):
+    """Of the tensors, whose checksum is made to fit, and of the description: all is loaded, as it is there, or none."""
+    path = checkpoint.save(tmp_path, 1, *parts(), IDENTITY)
+    tensors, description = path / "tensors.safetensors", path / "checkpoint.json"
+    sound, meta = tensors.read_bytes(), description.read_bytes()
+    header = 8 + int.from_bytes(sound[:8], "little")
+    begin, end = json.loads(sound[8:header])["rng.cpu"]["data_offsets"]
+    chance = random.Random(0)
+    random_state = [header + begin + at for at in (*range(32), *chance.choices(range(end - begin), k=100))]
+    places = [(tensors, at) for at in random_state + chance.choices(range(len(sound)), k=200)]
+    places += [(description, at) for at in chance.choices(range(len(meta)), k=200)]
+    old = json.loads(meta)["tensors_sha256"].encode()
+    own = used_parts()
+    before, refused = snapshot(own), set()
+    for file, at in places:
+        content = bytearray(sound if file is tensors else meta)
+        content[at] ^= 1 << chance.randrange(8)
+        tensors.write_bytes(content if file is tensors else sound)
+        digest = checkpoint._sha256(tensors).encode()
+        description.write_bytes(content if file is description else meta.replace(old, digest))
+        if load_or_refuse(path, own, before):
+            refused.add((file, at))
+            continue
+        found = load_file(tensors)
+        for name, value in own[0].state_dict().items():
+            assert_same(value.view(torch.uint8), found[f"model.{name}"].view(torch.uint8))
+        assert_same(torch.get_rng_state(), torch.Generator().set_state(found["rng.cpu"]).get_state())
+        own = used_parts()
+        before = snapshot(own)
+    assert {(tensors, at) for at in random_state} & refused, "no random state was refused"
+    assert 100 < len(refused) < len(places) - 100
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
+@pytest.mark.parametrize("value", [-1, 2.5, 10**30, pytest.param(10**400, id="1e400"), 1e308, math.nan, math.inf])
+def test_numbers_that_no_scaler_can_hold_are_refused_before_anything_is_loaded(tmp_path, name, value):
+    path = checkpoint.save(tmp_path, 1, *parts(), IDENTITY)
+    meta = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps(replaced(meta, ("scaler", name), value)))
+    own = used_parts()
+    if name in ("scale", "growth_factor", "backoff_factor") and value in (2.5, 10**30):
+        assert not load_or_refuse(path, own)
+    else:
+        assert load_or_refuse(path, own, snapshot(own))
+
+
+def test_state_that_is_told_twice_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *parts(), IDENTITY)
+    meta = json.loads((path / "checkpoint.json").read_text())
+    own = used_parts()
+    for scalars in ({"0": {"step": 1}}, {"0": {"extra": None}}, {"0": {"extra": True}}, {"x": {}}):
+        text = json.dumps(replaced(meta, ("optimizer", "scalars"), scalars))
+        (path / "checkpoint.json").write_text(text)
+        assert load_or_refuse(path, own, snapshot(own))
+
+
+def test_tensors_that_never_end_are_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *parts(), IDENTITY)
+    file = path / "tensors.safetensors"
+    for make in (os.mkfifo, lambda at: at.symlink_to("/dev/zero"), Path.mkdir):
+        file.unlink()
+        make(file)
+        own = parts()
+        assert load_or_refuse(path, own, snapshot(own))
+        if file.is_dir():
+            break
 
 
 def test_what_only_looks_like_a_checkpoint_is_left_alone(tmp_path):
@@ -249,4 +327,14 @@ def test_a_damaged_checkpoint_says_how_to_begin_again(plan):
     path = checkpoint.latest(made.out / "plain")
     (path / "tensors.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"to begin the plain run again, delete {path.parent}"):
+        session.run_variant(made, "plain", corpus)
+
+
+def test_a_checkpoint_of_more_steps_than_there_are_is_refused(plan):
+    made, corpus = plan
+    steps = iter((False, True))
+    session.run_variant(made, "plain", corpus, stop=lambda: next(steps))
+    file = checkpoint.latest(made.out / "plain") / "checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "step": 10**30}))
+    with pytest.raises(CheckpointError, match=rf"does not hold the {10**30} steps"):
         session.run_variant(made, "plain", corpus)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,15 @@ def load(
         parts[part][rest] = value
     _check_same(path, "model", parts["model"], model.state_dict())
     _check_same(path, "rng", parts["rng"], _rng_states(model))
+    _check_rng(path, parts["rng"])
     optimizer_state = _optimizer_state(path, meta, parts["optimizer"], optimizer)
-    _check_alike(path / META, "scaler", meta["scaler"], scaler.state_dict())
+    scaler_state = _scaler_state(path / META, meta["scaler"], scaler.state_dict())
 
-    try:
+    try:  # the first to be changed, as it alone has checks of its own, which come before it changes anything
         optimizer.load_state_dict(optimizer_state)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    scaler.load_state_dict(meta["scaler"])
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: optimizer: {error}") from error
+    scaler.load_state_dict(scaler_state)
     model.load_state_dict(parts["model"])
     torch.set_rng_state(parts["rng"].pop("cpu"))
     for device, rng in parts["rng"].items():
@@ -182,6 +184,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
     file = path / TENSORS
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file}: expected a regular file")
     try:
         if _sha256(file) != meta["tensors_sha256"]:
             raise CheckpointError(f"{file}: truncated or changed, its SHA-256 is not the one in {META}")
@@ -204,8 +208,30 @@ def _check_same(path: Path, part: str, found: dict[str, Tensor], expected: dict[
             raise CheckpointError(f"{path}: {part} tensor {name} is {is_}, expected {expected_}")
 
 
+def _check_rng(path: Path, states: dict[str, Tensor]) -> None:
+    """Not all bytes are a random state: let generators that nobody uses take them."""
+    for device, state in states.items():
+        try:
+            torch.Generator(device).set_state(state)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path / TENSORS}: rng.{device} is no random state ({error})") from error
+
+
+def _scaler_state(file: Path, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """The scaler's state dict: numbers that fp32 and int32 tensors hold, which GradScaler would find out too late."""
+    _check_alike(file, "scaler", found, expected)
+    state = {}
+    for name, value in expected.items():
+        number, kind = found[name], type(value)
+        most = 2**31 - 1 if kind is int else torch.finfo(torch.float32).max
+        if not 0 <= number <= most or (kind is int and type(number) is not int):
+            raise CheckpointError(f"{file}: damaged, scaler.{name} is {number!r:.60}, expected one like {value!r}")
+        state[name] = kind(number)
+    return state
+
+
 def _check_alike(file: Path, what: str, found: Any, expected: Any) -> None:
-    """Values may differ, what they are may not: the same keys, lengths and kinds all the way down."""
+    """Values may differ, what they are may not: the same keys, lengths and kinds all the way down, finite numbers."""
     kinds = ((bool,), (int, float), (str,), (type(None),), (list, tuple), (dict,))
     kind = next((kind for kind in kinds if isinstance(expected, kind)), (type(expected),))
     same = isinstance(found, kind) and isinstance(found, bool) == isinstance(expected, bool)
@@ -215,6 +241,8 @@ def _check_alike(file: Path, what: str, found: Any, expected: Any) -> None:
             raise CheckpointError(f"{file}: {what} is damaged or of another version of torch or fusedops: {told}")
     elif same and isinstance(expected, list | tuple):
         same = len(found) == len(expected)
+    elif same and isinstance(expected, int | float):
+        same = abs(found) <= sys.float_info.max
     if not same:
         raise CheckpointError(
             f"{file}: damaged, {what} is {str(found)[:60]!r}, expected one like {str(expected)[:60]!r}"
@@ -247,7 +275,8 @@ def _optimizer_state(
             raise CheckpointError(f"{path}: optimizer tensor {is_} fits no parameter of this run")
         state.setdefault(int(index), {})[key] = value
     for index, values in meta["optimizer"]["scalars"].items():
-        if index not in params or not all(isinstance(value, int | float | None) for value in values.values()):
+        taken = values.keys() & state.get(int(index), {}).keys() if index in params else set()
+        if index not in params or taken or not all(type(value) in (int, float) for value in values.values()):
             raise CheckpointError(f"{path / META}: damaged, optimizer.scalars.{index} fits no parameter of this run")
         state.setdefault(int(index), {}).update(values)
     for number in range(len(params)):

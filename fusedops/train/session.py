@@ -136,7 +136,7 @@ def _run_variant(
     try:
         start = checkpoint.load(saved, *parts, identity) if saved else 0
         records = [record for record in records if record["step"] < start]
-        if [record["step"] for record in records] != list(range(start)):
+        if len(records) != start or any(record["step"] != step for step, record in enumerate(records)):
             raise CheckpointError(f"{metrics}: does not hold the {start} steps of {variant} before the checkpoint")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; to begin the {variant} run again, delete {folder}") from error
