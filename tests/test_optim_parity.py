@@ -148,6 +148,40 @@ def test_free_run_follows_torch(dtype, backend, device, need_backend):
     assert (weight - t).abs().max() <= 2 * torchs_error + 1e-9
 
 
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.9])
+def test_the_first_moment_is_torchs_lerp_bit_for_bit(beta1, as_tensor, backend, device, need_backend):
+    """In every backend: from m where 1 - beta1 < 0.5, else from g.
+
+    m, g and their difference, as fp32 rounds it, are powers of two, so no product is rounded and it does not matter
+    which of them a compiler fuses with a sum; all that is left to differ is the formula.
+    """
+    need_backend(backend)
+    powers = torch.tensor([sign * 2.0**k for k in range(-45, 6) for sign in (1, -1)] + [0.0])
+    m, g = (x.flatten() for x in torch.meshgrid(powers, powers, indexing="ij"))
+    exact = [float(x) in (0.0, 0.5) for x in torch.frexp(g - m).mantissa.abs()]
+    m, g = m[exact], g[exact]
+    gap, weight = g - m, torch.tensor(1 - beta1, dtype=torch.float64).float()
+    from_m, from_g = m + weight * gap, g - (1 - weight) * gap
+    assert not torch.equal(from_m, from_g), "these numbers can't tell"
+
+    p = torch.nn.Parameter(torch.zeros_like(m, device=device))
+    p.grad = g.to(device)
+    beta = torch.tensor(beta1, dtype=torch.float64, device=device) if as_tensor else beta1
+    other = torch.tensor(0.99, device=device) if as_tensor else 0.99
+    optimizer = build(optim.AdamW, [p], backend, betas=(beta, other))
+    optimizer.state[p] = {
+        "step": torch.tensor(2.0, device=device),
+        "exp_avg": m.to(device, copy=True),
+        "exp_avg_sq": torch.ones_like(p),
+    }
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"].cpu(), torch.where(weight < 0.5, from_m, from_g))
+    if beta1 == 0:
+        assert torch.equal(optimizer.state[p]["exp_avg"].cpu(), g)
+
+
 # ---- planted faults: each must be caught ----
 
 
