@@ -149,24 +149,39 @@ def test_a_bad_gradient_in_the_second_plan(backend, device, need_backend):
 
 
 @pytest.mark.parametrize(("backend", "device"), [place for place in PLACES if place.values[0] == "triton"])
-def test_a_kernel_that_does_not_compile_changes_nothing(backend, device, monkeypatch, need_backend):
+@pytest.mark.parametrize("name", ["adam_prologue_kernel", "adam_kernel"])
+def test_a_kernel_that_does_not_compile_changes_nothing(name, backend, device, monkeypatch, need_backend):
     need_backend(backend)
     from fusedops.backends.triton import adam
 
     optimizer = build(optim.AdamW, [ones(4, device=device)], backend)
+    compile_ahead = adam.compile_ahead
 
-    def refuse(*args):
-        raise RuntimeError("injected")
+    def refuse(kernel, *args):
+        if kernel is getattr(adam.kernels, name):
+            raise RuntimeError("injected")
+        compile_ahead(kernel, *args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(adam, "compile_ahead", refuse)
-        with pytest.raises(RuntimeError, match="injected"):
-            optimizer.step()
-    p = optimizer.param_groups[0]["params"][0]
+    def refused() -> None:
+        before = snapshot(optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(adam, "compile_ahead", refuse)
+            with pytest.raises(RuntimeError, match="injected"):
+                optimizer.step()
+        if optimizer.state[p]["step"]:
+            assert_unchanged(optimizer, before)
+
+    (p,) = optimizer.param_groups[0]["params"]
+    refused()
     assert float(optimizer.state[p]["step"]) == 0
     assert torch.equal(p.detach(), torch.ones_like(p))
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 1
+    optimizer.found_inf = torch.zeros(1, device=device)  # compiles the prologue anew
+    if name == "adam_prologue_kernel":
+        refused()
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 2
 
 
 def test_a_plan_that_can_not_be_made_leaves_no_state(monkeypatch):

@@ -7,7 +7,10 @@ the machine code.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
+import pkgutil
 import re
 import subprocess
 from collections import Counter
@@ -25,6 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+import fusedops.backends.triton  # noqa: E402
 from fusedops.backends.triton import adam, add_norm, norm, tables  # noqa: E402
 from fusedops.backends.triton import adam_kernels as kernels  # noqa: E402
 from fusedops.backends.triton.launch import DeviceLimits  # noqa: E402
@@ -246,6 +250,56 @@ def test_adam_compiles_with_vectors(compiler, architecture, param, state, kept, 
             assert widths(machine_code(made["adam_kernel"]), "store")[128] >= tensors
         elif name == "grad_norm":
             assert widths(machine_code(made["grad_norm_kernel"]), "load")[128] > 0
+
+
+def every_kernel() -> set[str]:
+    """Names of all kernels of the package, helpers that they call apart."""
+    package = fusedops.backends.triton
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    jitted = [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]
+    return {kernel.__name__ for kernel in jitted if kernel.__name__.endswith("_kernel")}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_is_compiled(compiler, architecture):
+    """Of a kernel that no launch of these calls runs nobody knows whether it compiles."""
+    args = (torch.empty(16, dtype=torch.int64), *range(16))
+    calls = [
+        *norm_calls(768, BF16, F32).values(),
+        *norm_calls(50257, BF16, F32).values(),
+        *add_norm_calls(768, BF16, F32).values(),
+        *add_norm_calls(50257, BF16, F32).values(),
+        *adam_calls(F32, F32, "", False).values(),
+        lambda: tables.launch(kernels.upload_kernel, (1,), torch.device("cpu"), args, {}, 1),
+    ]
+    assert {kernel.name for call in calls for kernel in compiler(architecture, call)} == every_kernel()
+
+
+@pytest.mark.parametrize("wanted", [*itertools.product((False, True), repeat=3)])
+def test_what_a_step_launches_has_been_compiled_ahead(monkeypatch, wanted):
+    """Also where a later step comes with a scale, an inf check or a norm that the ones before did without."""
+    ahead, launched = [], []
+    monkeypatch.setattr(adam, "compile_ahead", lambda *run: ahead.append(specialised(*run)))
+    monkeypatch.setattr(adam, "launch", lambda *run: launched.append(specialised(*run)))
+    one = torch.ones(2)
+    p, q = torch.zeros(64), torch.zeros(64, dtype=BF16)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    state = ([p + 0, q + 0], [p + 0, q + 0], [], [None] * 2, [None] * 2, [one[0], one[1]], [0, 0], [0, 1])
+    plan = adam.adam_plan([p, q], *state)
+    for scale, found_inf, clip in ((False,) * 3, wanted):
+        lists = ([1e-3], [0.9], [0.99], [1e-8], [0.1], [True], [False], [False], [None])
+        given = [one[:1] if want else None for want in (scale, found_inf, clip)]
+        plan.prepare(*lists, *given, 1.0 if clip else None)
+        plan.launch()
+        assert {name for name, *_ in launched} == {"adam_prologue_kernel", "adam_kernel"}
+        assert set(launched) <= set(ahead)
+        launched.clear()
+
+
+def specialised(kernel, grid, device, args, meta, warps) -> tuple[Any, ...]:
+    """What a kernel is compiled for."""
+    kinds = [arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args]
+    return kernel.__name__, *kinds, *meta.items(), warps
 
 
 def test_upload_kernel_compiles_once_for_all_values(compiler):

@@ -103,7 +103,8 @@ class AdamPlan:
         self._group = group
         self._index = index
         self._prepared: _Prepared | None = None
-        self._compiled: list[tuple[Mix, Chunks]] | None = None  # launches whose kernels are known to compile
+        # Launches whose kernels are known to compile, and which arguments of the prologue were None.
+        self._compiled: tuple[list[tuple[Mix, Chunks]], tuple[bool, ...]] | None = None
         self._cache = _Cache(self._device)
         self._bind()
 
@@ -195,10 +196,10 @@ class AdamPlan:
         )
         launches: list[tuple[Mix, Chunks]] = self._cache.get("launches", mixes, self._make_launches)
         step = _Prepared((laid, lr, beta1, beta2), prologue, launches, tables, grad_table, scalars, dither)
-        if launches is not self._compiled:
-            for mix, chunks in launches:
-                self._update(compile_ahead, mix, chunks, step)
-            self._compiled = launches
+        absent = tuple(argument is None for argument in prologue)
+        if self._compiled is None or self._compiled[0] is not launches or self._compiled[1] != absent:
+            self._run(compile_ahead, step)
+            self._compiled = launches, absent
         self._prepared = step
 
     @torch.no_grad()
@@ -207,12 +208,7 @@ class AdamPlan:
         if self._prepared is None:
             return
         step, self._prepared = self._prepared, None
-        grid = (ceil_div(len(self._given), PROLOGUE.block),)
-        launch(
-            kernels.adam_prologue_kernel, grid, self._device, step.prologue, {"BLOCK": PROLOGUE.block}, PROLOGUE.warps
-        )
-        for mix, chunks in step.launches:
-            self._update(launch, mix, chunks, step)
+        self._run(launch, step)
         written = [m.param for m, grad in zip(self._given, step.kept[0], strict=True) if grad is not None]
         torch.autograd.graph.increment_version(written)
         for tensor, buffer in self._staged:
@@ -271,6 +267,13 @@ class AdamPlan:
             hyper_table.view(torch.float64), number_table, tables.group, tables.steps, grad_table, scalars,
             grad_scale, found_inf, grad_norm, float(max_grad_norm), len(lr), len(self._given),
         )  # fmt: skip
+
+    def _run(self, run: Launch, step: _Prepared) -> None:
+        """Run, or compile, the kernels of a step."""
+        grid, meta = (ceil_div(len(self._given), PROLOGUE.block),), {"BLOCK": PROLOGUE.block}
+        run(kernels.adam_prologue_kernel, grid, self._device, step.prologue, meta, PROLOGUE.warps)
+        for mix, chunks in step.launches:
+            self._update(run, mix, chunks, step)
 
     def _update(self, run: Launch, mix: Mix, chunks: Chunks, step: _Prepared) -> None:
         grad, param, exp_avg, exp_avg_sq, maximum, rounding = mix
@@ -438,13 +441,15 @@ def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     """
     grads = [g for g in grads if not g._is_zerotensor()]  # zeros without memory stay zeros
     flat = [g for g in grads if lies_like(g, memory_layout(g))]
+    launches = _gradient_launches("grad_scale_", flat)
+    for run in (compile_ahead, launch) if len(launches) > 1 else (launch,):  # all are scaled, or none
+        for dtype, chunks, table in launches:
+            args = (chunks.owner, chunks.first, table[0], table[1], coef)
+            meta = {"GRAD": _TL[dtype], "CHUNK": CHUNK, "BLOCK": SCALE.block}
+            run(kernels.scale_kernel, (chunks.programs,), flat[0].device, args, meta, SCALE.warps)
     for g in grads:
         if not lies_like(g, memory_layout(g)):
             g.mul_(coef.reshape(()))
-    for dtype, chunks, table in _gradient_launches("grad_scale_", flat):
-        args = (chunks.owner, chunks.first, table[0], table[1], coef)
-        meta = {"GRAD": _TL[dtype], "CHUNK": CHUNK, "BLOCK": SCALE.block}
-        launch(kernels.scale_kernel, (chunks.programs,), flat[0].device, args, meta, SCALE.warps)
 
 
 _GradientLaunch = tuple[torch.dtype, Chunks, Tensor]

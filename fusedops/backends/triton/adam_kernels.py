@@ -65,7 +65,11 @@ def _power(base, exponent):
     return tl.where(base > 0.0, tl.exp(tl.log(tl.where(base > 0.0, base, 1.0)) * exponent), 0.0)
 
 
-@triton.jit(do_not_specialize=["tensors"])
+# Compiled once for a combination of scale, inf check and clipping, so that it can be compiled ahead.
+@triton.jit(
+    do_not_specialize=["groups", "tensors"],
+    do_not_specialize_on_alignment=["grad_scale_ptr", "found_inf_ptr", "grad_norm_ptr"],
+)
 def adam_prologue_kernel(
     hyper_ptr,  # [7, groups] fp64: lr, beta1, beta2, eps, weight_decay, decoupled, sign
     number_ptr,  # [6, groups] int64: address and bytes (4 or 8) of a device lr, beta1, beta2, else 0

@@ -272,7 +272,10 @@ def norm_fwd(
     config = row_config(FORWARD, hidden)
     if config is None:
         wide = FORWARD_WIDE
-        meta = {"CENTER": mean is not None, "BLOCK": wide.width, "STAGES": wide.stages}
+        read = [t for t in (added.sum if added.sum is not None else x, weight, bias) if t is not None]
+        shared_bytes, tiles = device_limits(x.device).shared_bytes, RowTiles(wide.width, 0, True)
+        stages = stages_that_fit(wide, tiles, sum(t.element_size() for t in read), shared_bytes)
+        meta = {"CENTER": mean is not None, "BLOCK": wide.width, "STAGES": stages}
         run(kernels.norm_fwd_wide_kernel, (rows,), x.device, args, meta, wide.warps)
         return
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(row_tiles(hidden, config.split))}
