@@ -1,6 +1,7 @@
 """Modules: subclasses of PyTorch's own, with the same constructors and state dicts.
 
-``out_dtype`` is a class attribute, so that ``fusedops.patch`` can turn an existing instance into one of these.
+What PyTorch's have not (``out_dtype``, ``weight_offset``) has its default in the class too, so that ``fusedops.patch``
+can turn an existing instance into one of these.
 ``torch.jit.script`` compiles plain PyTorch with the same numbers (TorchScript knows neither our dispatch nor autocast).
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-for _name in ("layer_norm", "rms_norm"):
+for _name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
     torch.fx.wrap(_name)  # symbolic_trace records the call, as it does PyTorch's own
 
 
@@ -48,24 +49,41 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as PyTorch's.
+        weight_offset: added to the weight, which starts at ``1 - weight_offset``; 1.0 for Gemma's weights.
         out_dtype: dtype of the result; None: the input's, under autocast the autocast dtype.
     """
 
+    weight_offset: float = 0.0
     out_dtype: torch.dtype | None = None
 
-    def __init__(self, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.out_dtype = out_dtype
+        self.weight_offset, self.out_dtype = weight_offset, out_dtype
+        self.reset_parameters()  # again, with the offset known
+
+    def reset_parameters(self) -> None:
+        """Set the weight so that rows are scaled by one."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (..., *normalized_shape)."""
         if torch.jit.is_scripting():
             wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-            weight = None if self.weight is None else self.weight.to(wide)
+            weight = None if self.weight is None else self.weight.to(wide) + self.weight_offset
             y = torch.nn.functional.rms_norm(input.to(wide), self.normalized_shape, weight, self.eps)
             return y.to(input.dtype if self.out_dtype is None else self.out_dtype)
         else:  # TorchScript leaves out only what is in an else
-            return rms_norm(input, self.normalized_shape, self.weight, self.eps, out_dtype=self.out_dtype)
+            return rms_norm(
+                input, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
+                out_dtype=self.out_dtype,
+            )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show what PyTorch's shows, and an offset."""
+        return super().extra_repr() + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
 
 
 class AddLayerNorm(LayerNorm):
@@ -101,6 +119,7 @@ class AddRMSNorm(RMSNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as PyTorch's RMSNorm.
+        weight_offset: as RMSNorm's.
         dropout_p: the share of ``input`` that is dropped while training.
         out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
         residual_dtype: dtype of the sum; None: the residual's.
@@ -115,8 +134,9 @@ class AddRMSNorm(RMSNorm):
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
         return add_rms_norm(
-            input, residual, self.normalized_shape, self.weight, self.eps, dropout_p=self.dropout_p,
-            training=self.training, out_dtype=self.out_dtype, residual_dtype=self.residual_dtype,
+            input, residual, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
+            dropout_p=self.dropout_p, training=self.training, out_dtype=self.out_dtype,
+            residual_dtype=self.residual_dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

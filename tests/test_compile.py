@@ -163,6 +163,26 @@ def test_compiled_dropout_is_eagers(spec: OpSpec, backend: str, device: str) -> 
     assert not torch.equal(found[1][0][0], found[1][1][0])
 
 
+@RANDOM_SPECS
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported_dropout_is_eagers(spec: OpSpec, decompose: bool, backend: str, device: str) -> None:
+    op = as_function(spec, small_case(spec), dropout_p=0.5)
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return op(*tensors)
+
+    leaves = tuple(leaf.detach() for leaf in make_leaves(spec, small_case(spec), device))
+    program = torch.export.export(Model(), leaves)
+    program = program.run_decompositions() if decompose else program
+    found = []
+    for function in (op, program.module()):
+        torch.manual_seed(1)
+        found.append([out for _ in range(2) for out in function(*leaves)])
+    compare(backend, found[1], found[0])
+    assert not torch.equal(found[1][1], found[1][3])
+
+
 # ---------------------------------------------------------------- compiled autograd
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.nn import LayerNorm, RMSNorm
+from fusedops.nn import AddRMSNorm, LayerNorm, RMSNorm
 
 F32, BF16 = torch.float32, torch.bfloat16
 PAIRS = pytest.mark.parametrize(
@@ -47,6 +47,30 @@ def test_layer_norm_without_bias() -> None:
     assert list(module.state_dict()) == ["weight"]
     x = torch.randn(2, 8)
     torch.testing.assert_close(module(x), torch.nn.functional.layer_norm(x, (8,), module.weight))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_weights_centred_on_zero(add: bool) -> None:
+    """As Gemma's: a fresh module scales by one, in training and in TorchScript, and shows its offset."""
+    module = AddRMSNorm(8, eps=1e-3, weight_offset=1.0) if add else RMSNorm(8, eps=1e-3, weight_offset=1.0)
+    assert not module.weight.any()
+    x = torch.randn(4, 8)
+    given = (x, torch.zeros(4, 8)) if add else (x,)
+
+    def norm(net: Module) -> torch.Tensor:
+        return net(*given)[0] if add else net(*given)
+
+    want = torch.nn.RMSNorm(8, eps=1e-3)
+    torch.testing.assert_close(norm(module), want(x))
+    torch.nn.init.uniform_(module.weight)
+    want.weight = torch.nn.Parameter(module.weight.detach() + 1)
+    torch.testing.assert_close(norm(module), want(x))
+    assert "weight_offset=1.0" in repr(module)
+    assert pickle.loads(pickle.dumps(module)).weight_offset == 1.0
+    module.reset_parameters()
+    assert not module.weight.any()
+    with pytest.raises(ValueError, match="weight_offset"):
+        norm(type(module)(8, elementwise_affine=False, weight_offset=1.0))
 
 
 @PAIRS

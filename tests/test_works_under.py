@@ -305,8 +305,6 @@ class Tagged(Tensor):
 @SPECS
 def test_compiled_subclasses(spec: OpSpec) -> None:
     torch._dynamo.reset()
-    if spec.name.endswith("rms_norm"):
-        pytest.skip("Dynamo can't trace PyTorch's rms_norm on a subclass")
     case = small_case(spec)
     leaves = [leaf.detach() for leaf in make_leaves(spec, case)]
     tagged = [leaf.as_subclass(Tagged) for leaf in leaves]
@@ -348,12 +346,21 @@ def test_make_fx(spec: OpSpec) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"out_dtype": F32}, {"elementwise_affine": False}, {"eps": 1e-2}, {"normalized_shape": (4, 8)}],
+    [
+        {},
+        {"out_dtype": F32},
+        {"elementwise_affine": False},
+        {"eps": 1e-2},
+        {"normalized_shape": (4, 8)},
+        {"weight_offset": 1.0},
+    ],
     ids=str,
 )
 def test_scripted_modules(module: Module, dtype: torch.dtype, options: dict[str, Any]) -> None:
     if dtype is F64 and "out_dtype" in options:
         pytest.skip("fp64 stays fp64")
+    if module is fusedops.nn.LayerNorm and "weight_offset" in options:
+        pytest.skip("LayerNorm has no offset")
     net = module(**{"normalized_shape": 8, **options})
     net = net.to(dtype) if dtype is F64 else net
     file = io.BytesIO()
@@ -374,6 +381,18 @@ def test_traced_functions(spec: OpSpec) -> None:
     traced = torch.jit.trace(op, tuple(make_leaves(spec, small_case(spec))), check_trace=False)
     others = make_leaves(spec, small_case(spec, shape=(9, 16)), seed=1)
     assert_close(results(traced, others), results(op, others))
+
+
+@pytest.mark.parametrize("module", [fusedops.nn.AddLayerNorm, fusedops.nn.AddRMSNorm])
+def test_symbolically_traced_adds(module: Module) -> None:
+    net = module(8, dropout_p=0.5)
+    traced = pickle.loads(pickle.dumps(torch.fx.symbolic_trace(net)))
+    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
+    found, given = [], (torch.randn(4, 8), torch.randn(4, 8))
+    for each in (net, traced):
+        torch.manual_seed(1)
+        found.append(each(*given))
+    assert_same(*found)
 
 
 @MODULES
