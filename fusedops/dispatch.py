@@ -301,19 +301,24 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         ValueError: an op that dispatch does not know.
     """
     from . import registry
+    from .ops._common import why_plain
     from .optim import describe as describe_optimizer
 
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     backend = kwargs.pop("backend", None)
+    plain = "FUSEDOPS_DISABLE=1" if CONFIG.disabled else None
     if name in registry.OPS:
-        call = registry.OPS[name].describe(*args, **kwargs)
+        plain = why_plain([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
+        call = registry.OPS[name].describe(
+            *map(_first_component, args), **{key: _first_component(value) for key, value in kwargs.items()}
+        )
     elif name in registry.OPTIMS:
         call = describe_optimizer(name, *args, **kwargs)
     else:
         raise ValueError(f"explain: op: expected one of {', '.join(known_ops())}, got {name!r}")
     verdicts = tuple((other, tuple(refusals(other, call))) for other in config.BACKENDS)
-    if CONFIG.disabled:
-        return Explanation(call, "reference", "FUSEDOPS_DISABLE=1", match_row(call), verdicts)
+    if plain:
+        return Explanation(call, "reference", plain, match_row(call), verdicts)
     forced = forced_backend(name, backend)
     origin = "backend= argument" if backend else "use_backend or FUSEDOPS_BACKEND" if forced else "dispatch table"
     if forced:
@@ -324,3 +329,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     except UnsupportedError:
         return Explanation(call, "nothing can serve it", origin, match_row(call), verdicts)
     return Explanation(call, walk.backend, origin, walk.row, verdicts)
+
+
+def _first_component(argument: Any) -> Any:
+    """Take the first component of a nested tensor of the strided layout, which has no shape of its own."""
+    nested = isinstance(argument, torch.Tensor) and argument.is_nested and argument.layout is torch.strided
+    return argument.unbind()[0] if nested and argument.size(0) else argument

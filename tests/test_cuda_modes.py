@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -233,6 +234,23 @@ def test_compiled_into_cuda_graphs(spec: OpSpec, backend: str) -> None:
         assert_close(found, results(op, leaves), rtol=1e-4, atol=1e-4)
 
 
+@RANDOM_SPECS
+def test_compiled_cuda_graphs_drop_other_elements(spec: OpSpec, backend: str) -> None:
+    """At each run, whether it warms up, records or replays; backward the same as its forward."""
+    torch._dynamo.reset()
+    case = small_case(spec, shape=(64, 1024))
+    compiled = torch.compile(as_function(spec, case, dropout_p=0.5), mode="reduce-overhead", fullgraph=True)
+    leaves, masks = make_leaves(spec, case, "cuda"), []
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        _, summed, dx, dr = (t.clone() for t in results(compiled, leaves)[:4])
+        dropped = summed - leaves[1].detach() == 0
+        assert 0.4 < float(dropped.float().mean()) < 0.6
+        torch.testing.assert_close(dx, torch.where(dropped, 0.0, dr * 2))
+        masks.append(dropped)
+    assert not any(torch.equal(a, b) for a, b in pairwise(masks))
+
+
 def test_graphed_callables(backend: str) -> None:
     x = torch.randn(64, 256, device="cuda", requires_grad=True)
     eager = Net().cuda()
@@ -334,6 +352,22 @@ def test_an_op_never_waits_for_the_gpu(spec: OpSpec, dtypes: tuple[torch.dtype, 
             results(op, leaves)
             with torch.no_grad(), torch.autocast("cuda", F16):
                 op(*leaves)
+
+
+@RANDOM_SPECS
+def test_dropout_is_deterministic_and_never_waits(spec: OpSpec, backend: str) -> None:
+    case = small_case(spec, BF16, F32, shape=(64, 1024))
+    op, leaves, found = as_function(spec, case, dropout_p=0.5), make_leaves(spec, case, "cuda"), []
+    torch.use_deterministic_algorithms(True)
+    try:
+        results(op, leaves)  # loads kernels
+        for _ in range(2):
+            torch.cuda.manual_seed(3)
+            with no_sync():
+                found.append(results(op, leaves))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, fusedops.amp.GradScaler], ids=["torchs", "ours"])

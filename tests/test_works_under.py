@@ -314,6 +314,24 @@ def test_compiled_subclasses(spec: OpSpec) -> None:
 
 
 @SPECS
+def test_explain_says_why_plain_torch(spec: OpSpec) -> None:
+    def explained(x: Tensor) -> tuple[str, str]:
+        found = fusedops.explain(spec.function, *(x for _ in ("input", *spec.like_input)), 8)
+        return found.chosen, found.origin
+
+    x, found = torch.ones(2, 8), []
+    assert explained(x)[1] == "dispatch table"
+    nested = [torch.nested.nested_tensor([x], layout=layout) for layout in (torch.strided, torch.jagged)]
+    for kind, name in ((x.as_subclass(Tagged), "Tagged"), *((t, "nested tensor") for t in nested)):
+        assert explained(kind) == ("reference", f"no kernel knows a {name}")
+    torch.func.vmap(lambda x: (found.append(explained(x)), x)[1])(x)
+    with torch.autograd.forward_ad.dual_level():
+        found.append(explained(x))
+    reasons = ("a torch.func transform", "forward-mode AD")
+    assert found == [("reference", f"within {reason}") for reason in reasons]
+
+
+@SPECS
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_fake_tensors_forward_and_backward(spec: OpSpec, where: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():

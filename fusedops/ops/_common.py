@@ -203,6 +203,22 @@ def _describe(
     return spec.describe(**given, normalized_shape=shape, out_dtype=out_dtype, **dict(options))
 
 
+def why_plain(tensors: Sequence[Tensor]) -> str | None:
+    """Return what makes ``choose`` take plain PyTorch for an eager call, in words; None if nothing does."""
+    if CONFIG.disabled:
+        return "FUSEDOPS_DISABLE=1"
+    if _are_transforms_active():
+        return "within a torch.func transform"
+    if _forward_ad._current_level >= 0:
+        return "within forward-mode AD"
+    unknown = {"nested tensor" if t.is_nested else type(t).__name__ for t in tensors if _is_unknown(t)}
+    return f"no kernel knows a {' or a '.join(sorted(unknown))}" if unknown else None
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    return tensor.is_nested or type(tensor) not in _PLAIN
+
+
 def _plain(op: str) -> Choice:
     return Choice("reference", registry.OPS[op].reference)
 
