@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,29 @@ except ImportError:  # Windows: two processes are not kept apart there
     fcntl = None  # type: ignore[assignment]
 
 MIB = 1 << 20
+_TEMPORARY = re.compile(r"tmp-\d+-[0-9a-f]{8}(-old)?")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's content as a whole; on a failure the old content stays and nothing is left over."""
+    """Replace a file's content as a whole; on a failure the old content stays and nothing is left over.
+
+    The file keeps its permissions; a new one has what the umask leaves. A symbolic link is replaced, not followed:
+    whoever put it there does not choose what else of ours is overwritten.
+
+    Raises:
+        OSError: it cannot be written, or what is there is neither a regular file nor a link.
+    """
+    mode = _mode_of(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    created = 0o666 if mode is None else mode  # at no time open to more people than the old file
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, created), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if mode is not None and _mode_of(temporary) != mode:  # the umask took some of it
+            temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -41,34 +54,63 @@ def write_text(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def _mode_of(path: Path) -> int | None:
+    """Permissions of a regular file, None where there is none."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(mode):
+        return None
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    return mode & 0o777
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder with all that is in it. Links are deleted themselves, never what they lead to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Fill a folder that appears as ``target``, whole, when the block ends; not at all when it raises.
 
-    Of several processes only one may do this in a place at a time (``locked``): leavings of killed ones are removed.
+    Of several processes only one may do this in a place at a time (``locked``): leavings of killed ones are removed,
+    unless a link leads to the place.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in target.parent.glob("tmp-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    temporary = target.with_name(f"tmp-{os.getpid()}")
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in [] if folder.is_symlink() else folder.iterdir():
+        if _TEMPORARY.fullmatch(left_over.name):
+            _try_to_remove(left_over)
+    temporary = target.with_name(f"tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    old = target.with_name(f"{temporary.name}-old")
     temporary.mkdir()
     try:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
             flush(path)
-        old = target.with_name(f"tmp-{os.getpid()}-old")
-        if target.exists():
+        if os.path.lexists(target):
             target.rename(old)
         try:
             temporary.rename(target)
         except OSError:
-            if old.exists():
+            if os.path.lexists(old):
                 old.rename(target)
             raise
     finally:
-        for left_over in target.parent.glob(f"tmp-{os.getpid()}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-    flush(target.parent)
+        for left_over in (temporary, old):
+            _try_to_remove(left_over)
+    flush(folder)
+
+
+def _try_to_remove(path: Path) -> None:
+    with suppress(OSError):
+        remove(path)
 
 
 def flush(path: Path) -> None:

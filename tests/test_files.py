@@ -71,6 +71,84 @@ def test_a_link_is_replaced_not_followed(tmp_path):
     assert not link.is_symlink()
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o755, 0o777, 0o444])
+def test_a_file_keeps_its_permissions(tmp_path, mode):
+    """Also those that the umask would take."""
+    file = tmp_path / "file"
+    file.touch()
+    file.chmod(mode)
+    _files.write_text(file, "new")
+    assert file.stat().st_mode & 0o7777 == mode
+    assert file.read_text() == "new"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_a_new_file_has_what_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        for name in ("file", "link"):
+            _files.write_text(tmp_path / name, "new")
+            assert (tmp_path / name).lstat().st_mode & 0o7777 == 0o666 & ~umask
+    finally:
+        os.umask(before)
+
+
+def test_a_private_file_is_at_no_time_open_to_others(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    file.chmod(0o600)
+    seen = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(os.fstat(fd).st_mode & 0o777) or fsync(fd))
+    _files.write_text(file, "new")
+    assert seen[0] == 0o600
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    for make in (os.mkfifo, os.mkdir):
+        there = tmp_path / make.__name__
+        make(there)
+        with pytest.raises(OSError, match="expected a regular file"):
+            _files.write_text(there, "new")
+        assert there.exists()
+        assert not there.is_file()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_links_are_removed_not_followed(tmp_path):
+    kept, folder = tmp_path / "kept", tmp_path / "folder"
+    (kept / "inner").mkdir(parents=True)
+    (kept / "inner" / "file").touch()
+    folder.mkdir()
+    (folder / "link").symlink_to(kept)
+    (tmp_path / "link").symlink_to(kept)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("folder", "link", "dangling", "nothing"):
+        _files.remove(tmp_path / name)
+        assert not os.path.lexists(tmp_path / name)
+    assert (kept / "inner" / "file").exists()
+
+
+def test_a_new_folder_takes_the_place_of_a_link_and_leaves_strangers_alone(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    names = ["tmp-mine", "tmp-1", "tmp-1-0123456789", "tmp-7-01234567"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "tmp-8-01234567").symlink_to(elsewhere)
+    for target in (elsewhere, tmp_path / "nowhere"):
+        (tmp_path / "target").symlink_to(target)
+        with _files.new_folder(tmp_path / "target") as folder:
+            (folder / "new").touch()
+        assert not (tmp_path / "target").is_symlink()
+        assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
+        _files.remove(tmp_path / "target")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["elsewhere", *names[:3]])
+    assert (elsewhere / "file").exists()
+
+
 def test_processes_append_side_by_side(tmp_path):
     file = tmp_path / "lines"
 

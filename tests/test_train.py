@@ -333,7 +333,7 @@ class TestCheckpoint:
 
     def test_only_the_newest_is_kept_and_nothing_is_pickled(self, saved):
         path, job = saved
-        (path.parent / "tmp-1").mkdir()
+        (path.parent / "tmp-1-01234567").mkdir()
         newer = checkpoint.save(path.parent, 4, job.model, job.optimizer, job.scaler, {})
         assert list(path.parent.iterdir()) == [newer], "a folder of a killed process stays"
         assert {file.name for file in newer.iterdir()} == {"tensors.safetensors", "checkpoint.json"}

@@ -242,6 +242,21 @@ def test_what_only_looks_like_a_checkpoint_is_left_alone(tmp_path):
     assert (outside / "file").exists()
 
 
+def test_where_a_link_leads_nothing_is_deleted(tmp_path):
+    """Another run's folder, say: what is saved lands there, but nothing of what was there goes."""
+    other, link = tmp_path / "other", tmp_path / "link"
+    first = checkpoint.save(other, 1, *parts(), IDENTITY)
+    (other / "tmp-7-01234567").mkdir()
+    link.symlink_to(other)
+    checkpoint.save(link, 2, *parts(), IDENTITY)
+    checkpoint.remove_all(link)
+    assert sorted(path.name for path in other.iterdir()) == [first.name, "step-00000002", "tmp-7-01234567"]
+    checkpoint.save(other, 3, *parts(), IDENTITY)
+    assert [path.name for path in other.iterdir()] == ["step-00000003"]
+    checkpoint.remove_all(other)
+    assert not list(other.iterdir())
+
+
 # ---------------------------------------------------------------- a run's folder
 
 
@@ -338,3 +353,19 @@ def test_a_checkpoint_of_more_steps_than_there_are_is_refused(plan):
     file.write_text(json.dumps({**json.loads(file.read_text()), "step": 10**30}))
     with pytest.raises(CheckpointError, match=rf"does not hold the {10**30} steps"):
         session.run_variant(made, "plain", corpus)
+
+
+def test_the_end_of_a_run_deletes_its_checkpoints_alone(plan):
+    made, corpus = plan
+    steps = iter((False, True))
+    session.run_variant(made, "plain", corpus, stop=lambda: next(steps))
+    folder, outside = made.out / "plain", made.out.parent / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    (folder / "step-00000099").symlink_to(outside)
+    (folder / "step-by-step").mkdir()
+    (folder / "step-00000098").touch()
+    assert session.run_variant(made, "plain", corpus)[1]
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"result.json", "step-00000099", "step-by-step", "step-00000098"}
+    assert (outside / "file").exists()

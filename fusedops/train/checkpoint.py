@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .._files import new_folder, read_json
+from .._files import new_folder, read_json, remove
 
 FORMAT = "fusedops-train-checkpoint"
 VERSION = 1
@@ -80,9 +79,7 @@ def save(
             "tensors_sha256": _sha256(temporary / TENSORS),
         }
         (temporary / META).write_text(json.dumps(meta, indent=1))
-    for old in _all(folder):
-        if old != target:
-            shutil.rmtree(old)
+    remove_all(folder, but=target)
     return target
 
 
@@ -97,6 +94,13 @@ def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None."""
     return max(_all(folder), default=None)
+
+
+def remove_all(folder: Path, but: Path | None = None) -> None:
+    """Delete the checkpoints under `folder`; where that is a link, they belong to somebody else, and stay."""
+    for path in [] if folder.is_symlink() else _all(folder):
+        if path != but:
+            remove(path)
 
 
 def _all(folder: Path) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -166,8 +165,7 @@ def _run_variant(
     result = summarise(plan.config, records, evaluate(job, plan.config, corpus), memory, energy.joules_per_step())
     folder.mkdir(exist_ok=True)
     write_text(finished, json.dumps(result, indent=1) + "\n")
-    for old in folder.glob("step-*"):
-        shutil.rmtree(old)
+    checkpoint.remove_all(folder)
     return records, result
 
 
