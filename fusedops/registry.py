@@ -167,8 +167,9 @@ class OptimSpec:
         reference: torch's class with the same arithmetic.
         options: variants to test: keyword arguments both classes take.
         condition: from a group's options and a parameter's float64 weight, gradient and state before the step, and the
-            state and weight after it, the elementwise size of what was added up to make each tensor, by its key
-            (``"weight"`` is the parameter or its master).
+            state and weight after it, and whether the gradient was computed on its way (unscaled, clipped), the
+            elementwise size of what was added up to make each tensor, by its key (``"weight"`` is the parameter or its
+            master).
         bytes_per_parameter: least bytes of device memory a step moves, by (parameter dtype, state dtype, masters?).
     """
 
@@ -177,7 +178,7 @@ class OptimSpec:
     reference: type[torch.optim.Optimizer]
     options: tuple[Mapping[str, Any], ...]
     condition: Callable[
-        [Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], dict[str, torch.Tensor]
+        [Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], bool], dict[str, torch.Tensor]
     ]
     bytes_per_parameter: Callable[[torch.dtype, torch.dtype, bool], int]
 

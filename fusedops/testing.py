@@ -416,7 +416,7 @@ def compare(
 
 
 @functools.cache
-def _first_infinite(dtype: torch.dtype) -> float:
+def first_infinite(dtype: torch.dtype) -> float:
     """Return the first number that rounds to inf, half a spacing beyond the largest finite one."""
     largest = torch.finfo(dtype).max
     return largest + float(ulp(torch.tensor(largest, dtype=torch.float64, device="cpu"), dtype)) / 2
@@ -424,7 +424,7 @@ def _first_infinite(dtype: torch.dtype) -> float:
 
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
     """Return |got − want|; an inf that stands for an overflow counts as the first number that rounds to it."""
-    limit = want.abs().clamp(min=_first_infinite(dtype))
+    limit = want.abs().clamp(min=first_infinite(dtype))
     overflow = got.isinf() & want.isfinite() & (got.sign() == want.sign())
     error = (torch.where(overflow, limit.copysign(want), got) - want).abs()
     same = (got == want) | (got.isnan() & want.isnan())

@@ -191,7 +191,7 @@ class AdamW(Adam):
 
 
 def _condition(
-    group: Mapping[str, Any], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    group: Mapping[str, Any], before: Mapping[str, Tensor], after: Mapping[str, Tensor], computed: bool
 ) -> dict[str, Tensor]:
     """Return the size of what was added up to make each tensor of a step; see ``OptimSpec.condition``.
 
@@ -199,15 +199,19 @@ def _condition(
         group: options of the parameter's group.
         before: fp64 ``weight``, ``grad``, ``exp_avg``, ``exp_avg_sq`` before the step.
         after: fp64 ``weight``, ``exp_avg``, ``exp_avg_sq``, ``step``, and ``max_exp_avg_sq`` with amsgrad, after it.
+        computed: the gradient was unscaled or clipped on its way.
+
+    The bound is 4 roundings of this size, and a second moment takes as many: 1 − β2, the square, their product, the
+    sum. Two roundings of the gradient itself (unscaled and clipped; decay·w and its addition in an L2 decay) are four
+    more, for squaring doubles what it lost: there, and only there, its share counts twice.
     """
     beta1, beta2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), group["weight_decay"]
     weight, grad = before["weight"].abs(), before["grad"].abs()
-    if not group["decoupled_weight_decay"]:
-        grad = grad + decay * weight
+    if decay and not group["decoupled_weight_decay"]:
+        grad, computed = grad + decay * weight, True
     exp_avg = beta1 * before["exp_avg"].abs() + (1 - beta1) * grad
-    # Squaring doubles what the gradient lost on its way here: to the decay, the scale, the clipping.
-    exp_avg_sq = beta2 * before["exp_avg_sq"] + 2 * (1 - beta2) * grad**2
+    exp_avg_sq = beta2 * before["exp_avg_sq"] + (2 if computed else 1) * (1 - beta2) * grad**2
     root = after.get("max_exp_avg_sq", after["exp_avg_sq"])
     denominator = (root / (1 - beta2 ** after["step"])).sqrt() + group["eps"]
     step_size = lr / (1 - beta1 ** after["step"])
