@@ -269,6 +269,84 @@ def test_one_bad_row_leaves_the_others_bitwise_as_they_are(
         assert not found[name][2].isfinite().all()
 
 
+def alike(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Every row the same."""
+    return testing.normal(shape[-1:], generator).expand(shape).contiguous()
+
+
+def assert_sums_of_numbers_alike_are_sound(
+    spec: OpSpec, case: Case, noise: testing.Noise, grad_noise: testing.Noise, backend: str, device: str
+) -> None:
+    """Rounding errors are alike too: whoever adds up one after another adds them up as well."""
+    if backend == "reference":
+        pytest.skip("PyTorch does on the CPU: 70,001 rows are off by hundreds of the bound")
+    sample = testing.make_sample(spec, case, device, noise=noise)
+    given: list[Any] = []
+
+    def grad(output: Any) -> Any:
+        given.append(testing.make_grad(case, output, noise=grad_noise))
+        return given[0]
+
+    found = testing.run(partial(spec.function, backend=backend), sample, grad)
+    outcome = testing.judge(spec, case, sample, given[0], found, backend=backend, on=device, beside=False)
+    assert outcome.passed, str(outcome)
+
+
+def interpret_few_programs(monkeypatch: pytest.MonkeyPatch, **configs: Any) -> None:
+    """Let few numbers be many for a program of Triton's."""
+    from fusedops.backends.triton import norm
+    from fusedops.backends.triton.launch import DeviceLimits
+
+    monkeypatch.setattr(norm, "device_limits", lambda device: DeviceLimits(multiprocessors=1, shared_bytes=2**16))
+    for name, config in configs.items():
+        monkeypatch.setattr(norm, name, config)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("kernel", ["narrow", "wide"])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [(70_001, 16), pytest.param(2**20, 256, marks=needs(60)), pytest.param(2**16, 4096, marks=needs(60))],
+)
+def test_rows_of_gradients_that_are_all_alike(
+    spec: OpSpec, rows: int, width: int, kernel: str, dtype: torch.dtype, backend: str, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    case = Case((rows, width), 1, mixed(spec, dtype), out_dtype=F32)
+    if backend == "triton" and device == "cpu":
+        from fusedops.backends.triton.norm import RowConfig
+
+        rows_alone = () if kernel == "wide" else (RowConfig(256, rows=1, warps=1),)
+        wide = RowConfig(16, rows=1, warps=1)
+        interpret_few_programs(monkeypatch, BACKWARD=rows_alone, BACKWARD_RMS=rows_alone, BACKWARD_WIDE=wide)
+        case = replace(case, shape=(300, 16))
+    elif kernel == "wide":  # of CUDA
+        case = replace(case, layout="misaligned")
+    assert_sums_of_numbers_alike_are_sound(spec, case, alike, alike, backend, device)
+
+
+@every_op
+def test_a_row_of_gradients_that_are_all_alike(
+    spec: OpSpec, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1, 2**20), 1, mixed(spec, F32))
+    if backend == "triton" and device == "cpu":
+        from fusedops.backends.triton.norm import RowConfig
+
+        means, wide = RowConfig(64, rows=1, warps=1), RowConfig(2**16, rows=1, warps=1)
+        interpret_few_programs(monkeypatch, BACKWARD_WIDE_MEANS=means, BACKWARD_WIDE=wide)
+        case = replace(case, shape=(1, 64 * 600))
+
+    def parameters_alike(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return testing.normal(shape, generator) if len(shape) > 1 else torch.ones(shape, dtype=torch.float64)
+
+    def gradients_alike(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.full(shape, 1.3, dtype=torch.float64)  # 600 of them, one after another: off by 96 units
+
+    assert_sums_of_numbers_alike_are_sound(spec, case, parameters_alike, gradients_alike, backend, device)
+
+
 @every_op
 def test_a_row_of_the_largest_fp16_numbers(spec: OpSpec, backend: str, device: str) -> None:
     """Their squares are beyond fp16, the sums of squares far beyond."""

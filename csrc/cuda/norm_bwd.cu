@@ -21,9 +21,14 @@ struct Shape {
 constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {32, 1, 1}};
 constexpr int kMaxStages = 4;
 constexpr int kMaxGroups = 15;        // a block has 15 barriers beside the one of __syncthreads()
-constexpr int kBlocksPerSm = 1;       // more blocks are more partial rows
+constexpr int kBlocksPerSm = 1;       // at once: more blocks are more partial rows
 constexpr int kColumnBlocks = 4;      // blocks an SM of the column sums of wide rows
 constexpr int kStaticSmem = 2 << 10;  // the exchange buffers and the driver's own
+
+// Rows that a group adds up one after another, and after them the groups' sums. Where all gradients are alike, so are
+// the rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may
+// be off by.
+constexpr int kMostAdditions = 56;
 
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -70,7 +75,9 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     while (stages > 0 && layout.bytes(groups, stages) > device.block_smem - kStaticSmem) --stages;
     if (stages < kShape.min_stages) return false;
     plan.elems = kShape.elems;
-    plan.partial_rows = static_cast<int>(std::min<int64_t>((tiles + groups - 1) / groups, device.sms * kBlocksPerSm));
+    const int64_t at_once = device.sms * kBlocksPerSm;
+    const int64_t most = at_once * groups * ((kMostAdditions - groups) / kShape.rows);  // tiles of one round of blocks
+    plan.partial_rows = static_cast<int>(std::min((tiles + groups - 1) / groups, (tiles + most - 1) / most * at_once));
     plan.grid = dim3(plan.partial_rows);
     plan.block = dim3(threads, groups);
     plan.stages = stages;

@@ -5,7 +5,8 @@
 // Persistent blocks. Groups of threads take tiles of kRows rows; x and dy of the next tiles are copied to shared memory
 // while a tile is worked on, and each thread reads back only what it copied itself, so no barrier guards them. All sums
 // of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block,
-// which then writes one partial row; a second kernel adds the partial rows up in a fixed order.
+// which then writes one partial row; a second kernel adds the partial rows up in a fixed order. Many rows take several
+// rounds of blocks, so that no thread adds up too many numbers one after another.
 // Bytes per element: x + dy + dx (+ dsum, + dinput). Rows that are too wide for that, not aligned, or of a mix of
 // dtypes that is compiled for no stage are read twice by kernels of their own.
 //
@@ -301,16 +302,16 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   const acc_t* partial =
       static_cast<const acc_t*>(p.n.workspace) + (second ? static_cast<int64_t>(p.partial_rows) * p.hidden : 0);
   wait_for_previous_kernel();
-  acc_t sum = 0;
+  ExactSum<acc_t> mine;
   if (col < p.hidden) {
 #pragma unroll 4
     for (int row = threadIdx.y; row < p.partial_rows; row += kWarp) {
-      sum += partial[static_cast<int64_t>(row) * p.hidden + col];
+      mine.add(partial[static_cast<int64_t>(row) * p.hidden + col]);
     }
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[threadIdx.y][threadIdx.x] = mine.total();
   __syncthreads();
-  sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
+  const acc_t sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
   const int out = blockIdx.x * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || out >= p.hidden) return;
   if (p.n.dweight && !second) {

@@ -59,6 +59,10 @@ FORWARD_WIDE = RowConfig(8192, rows=1, warps=16, stages=2)
 BACKWARD_WIDE_MEANS = RowConfig(4096, rows=1, warps=8, stages=3)
 BACKWARD_WIDE = RowConfig(512, rows=8, warps=4, stages=2, per_sm=8)
 SUM_PARTIALS = RowConfig(32, rows=64, warps=4)
+# Groups of rows whose dweight and dbias a program adds up one after another. Where all gradients are alike, so are the
+# rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may be
+# off by.
+MOST_ADDITIONS = 48
 
 
 class _Rows(NamedTuple):
@@ -332,13 +336,15 @@ def norm_bwd(
 
 
 def _bwd_programs(config: RowConfig | None, rows: int, hidden: int, device: torch.device) -> int:
-    """Persistent programs along the rows: enough to fill the device, no more than there are groups of rows."""
+    """Persistent programs along the rows: as many rounds of what fills the device as `MOST_ADDITIONS` asks for."""
     columns = 1
     if config is None:
         config = BACKWARD_WIDE
         columns = ceil_div(hidden, config.width)
-    resident = device_limits(device).multiprocessors * config.per_sm
-    return torch.sym_min(ceil_div(resident, columns), ceil_div(rows, config.rows))  # min would fix symbolic rows
+    at_once = ceil_div(device_limits(device).multiprocessors * config.per_sm, columns)
+    groups = ceil_div(rows, config.rows)
+    rounds = ceil_div(groups, at_once * MOST_ADDITIONS)
+    return torch.sym_min(rounds * at_once, groups)  # min would fix symbolic rows
 
 
 def _bwd_in_registers(

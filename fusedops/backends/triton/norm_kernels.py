@@ -353,6 +353,19 @@ def norm_bwd_kernel(
             _store_partial(db_ptr, tail_dbias, program, tail_cols, hidden, MASKED)
 
 
+@triton.jit
+def _add_exactly(high, low, x):
+    """Add x to `high`, and what rounding takes from it to `low` (Knuth, TAOCP 2, 4.2.2, theorem B)."""
+    total = high + x
+    added = total - high
+    return total, low + ((high - (total - added)) + (x - added))
+
+
+@triton.jit
+def _total(high, low):
+    return tl.where(low == low, high + low, high)  # of an infinite sum `low` is NaN
+
+
 @triton.jit(do_not_specialize=["rows"])
 def norm_bwd_wide_means_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
@@ -375,8 +388,10 @@ def norm_bwd_wide_means_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     rstd = tl.load(rstd_ptr + row)
-    sum_g = tl.zeros([BLOCK], tl.float32)
-    sum_gx = tl.zeros([BLOCK], tl.float32)
+    g_high = tl.zeros([BLOCK], tl.float32)
+    g_low = tl.zeros([BLOCK], tl.float32)
+    gx_high = tl.zeros([BLOCK], tl.float32)
+    gx_low = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
         cols = start + lane
         inside = cols < hidden
@@ -388,11 +403,11 @@ def norm_bwd_wide_means_kernel(
             g *= 1.0 + tl.cast(weight_offset, tl.float32)
         if CENTER:
             xhat -= tl.load(mean_ptr + row)
-            sum_g += g
-        sum_gx += g * xhat * rstd
+            g_high, g_low = _add_exactly(g_high, g_low, g)
+        gx_high, gx_low = _add_exactly(gx_high, gx_low, g * xhat * rstd)
     if CENTER:
-        tl.store(mean_g_ptr + row, tl.sum(sum_g, axis=0) / hidden)
-    tl.store(mean_gx_ptr + row, tl.sum(sum_gx, axis=0) / hidden)
+        tl.store(mean_g_ptr + row, tl.sum(_total(g_high, g_low), axis=0) / hidden)
+    tl.store(mean_gx_ptr + row, tl.sum(_total(gx_high, gx_low), axis=0) / hidden)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -456,12 +471,15 @@ def norm_bwd_wide_kernel(
 
 @triton.jit
 def _sum_column_tile(partial_ptr, out_ptr, programs, cols, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    total = tl.zeros([PARTS, BLOCK], tl.float32)
+    high = tl.zeros([PARTS, BLOCK], tl.float32)
+    low = tl.zeros([PARTS, BLOCK], tl.float32)
     for start in range(0, programs, PARTS):
         part = start + tl.arange(0, PARTS)
         mask = (part < programs)[:, None] & (cols < hidden)[None, :]
-        total += tl.load(partial_ptr + part.to(tl.int64)[:, None] * hidden + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < hidden)
+        at = partial_ptr + part.to(tl.int64)[:, None] * hidden + cols[None, :]
+        high, low = _add_exactly(high, low, tl.load(at, mask=mask, other=0.0))
+    total = tl.sum(_total(high, low), axis=0)
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < hidden)
 
 
 @triton.jit(do_not_specialize=["programs"])
