@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -358,10 +358,10 @@ def compare(
     *,
     name: str = "output",
     baseline: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     wide: bool = False,
     extra_ulps: float = 0.0,
     factor: float = 1.0,
-    beside: bool = True,
 ) -> Comparison:
     """Judge a tensor elementwise.
 
@@ -372,11 +372,11 @@ def compare(
             arithmetic leaves its range although the truth does not, and only what PyTorch keeps finite there has to be.
         terms: length N of the sum.
         name: what to call it in messages.
-        baseline: PyTorch's own result, which fixes shape and dtype; its ULPs are reported.
+        baseline: PyTorch's own result, whose ULPs are reported.
+        dtype: what ``got`` has to have; None: the baseline's, or any.
         wide: arithmetic was fp64.
         extra_ulps: further ULPs allowed; see ``EXTRA_ULPS``.
         factor: on the whole bound; see ``OpSpec.tolerance_overrides``.
-        beside: report the baseline's ULPs, at the price of another judgement.
 
     Returns:
         The worst element.
@@ -385,34 +385,79 @@ def compare(
     within the bound of the first number that rounds to inf. Where there is no bound at all, it has to be finite if the
     truth and the baseline are; not in fp64, where the truth has no more digits than what is judged by it.
     """
-    dtype = got.dtype if baseline is None else baseline.dtype
+    measured = _measure(
+        got, want, condition, terms, name, baseline, dtype, wide=wide, extra_ulps=extra_ulps, factor=factor
+    )
+    return _read_back([measured])[0]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A comparison whose numbers are still on the device."""
+
+    name: str
+    shape: torch.Size
+    numbers: Tensor | None  # [7]; None: there is nothing to compare
+    problem: str | None = None
+
+
+def _measure(
+    got: Tensor, want: Tensor, condition: Tensor, terms: int, name: str, baseline: Tensor | None,
+    dtype: torch.dtype | None, *, wide: bool, extra_ulps: float, factor: float,
+) -> _Measured:  # fmt: skip
+    dtype = dtype or (got.dtype if baseline is None else baseline.dtype)
     if got.shape != want.shape or got.dtype != dtype:
         problem = f"expected {dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
-        return Comparison(name, math.inf, problem=problem)
+        return _Measured(name, want.shape, None, problem)
     if want.numel() == 0:
-        return Comparison(name, 0.0, ulps=0.0, torch_ulps=0.0)
+        return _Measured(name, want.shape, None)
     got, want = got.detach().to(want.device).double(), want.detach()
+    base = None if baseline is None else baseline.detach().to(want.device).double()
     spacing = ulp(want, dtype)
     unit = 2.0**-53 if wide else 2.0**-24
     condition = condition.detach().expand(want.shape)
     boundless = condition.isinf()
     condition = condition.nan_to_num(math.inf, math.inf)
     bound = factor * ((1.0 + extra_ulps) * spacing + 4 * unit * math.sqrt(math.log2(max(terms, 2))) * condition)
-    base = None if baseline is None else baseline.detach().to(want.device).double()
     required = want.isfinite() if base is None else want.isfinite() & base.isfinite()
     astray = math.inf if not wide else 0.0
     error = torch.where(boundless, torch.where(required & ~got.isfinite(), astray, 0.0), _error(got, want, dtype))
     share = torch.where(boundless, error, error / bound).nan_to_num(math.inf, math.inf)
     worst = share.argmax()
-    shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
-    own = want.new_tensor(math.nan)
-    if base is not None and beside:
-        own = torch.where(boundless, 0.0, _error(base, want, dtype)) / shown
-    at = [t.flatten()[worst] for t in (share, got, want, bound)]  # read back together: on a GPU each read is a wait
-    read = torch.stack([*at, (error / shown).max(), own.max(), worst.double()]).tolist()
-    index = torch.unravel_index(torch.tensor(int(read.pop()), device="cpu"), want.shape)
-    keys = ("ratio", "got", "want", "bound", "ulps", "torch_ulps")
-    return Comparison(name, index=tuple(int(i) for i in index), **dict(zip(keys, read, strict=True)))
+    ulps = [want.new_tensor(math.nan)] * 2
+    if base is not None:
+        shown = ulp(torch.maximum(want.abs(), condition / 16), dtype)
+        ulps = [(error / shown).max(), (torch.where(boundless, 0.0, _error(base, want, dtype)) / shown).max()]
+    at = [t.flatten()[worst] for t in (share, got, want, bound)]
+    return _Measured(name, want.shape, torch.stack([*at, *ulps, worst.double()]))
+
+
+def _read_back(measured: Sequence[_Measured]) -> list[Comparison]:
+    """Read the numbers of all at once: on a GPU each read is a wait."""
+    numbers = [one.numbers for one in measured if one.numbers is not None]
+    read = iter(torch.stack(numbers).tolist() if numbers else ())
+    found = []
+    for one in measured:
+        if one.problem is not None:
+            found.append(Comparison(one.name, math.inf, problem=one.problem))
+        elif one.numbers is None:
+            found.append(Comparison(one.name, 0.0, ulps=0.0, torch_ulps=0.0))
+        else:
+            *values, place = next(read)
+            keys = ("ratio", "got", "want", "bound", "ulps", "torch_ulps")
+            found.append(
+                Comparison(one.name, index=_unravel(int(place), one.shape), **dict(zip(keys, values, strict=True)))
+            )
+    return found
+
+
+def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element from its place in a flat tensor."""
+    index = []
+    for size in reversed(shape):
+        place, at = divmod(place, size)
+        index.append(at)
+    return tuple(reversed(index))
 
 
 @functools.cache
@@ -468,33 +513,35 @@ def judge(
         backend: who made them; decides which declared allowances apply.
         seed: for the message.
         on: the device that computes the truth and compares.
-        beside: report PyTorch's own ULPs as well, which a sweep reads only where something is wrong.
+        beside: run PyTorch's own backward as well and report its ULPs. Without, gradients where there is no bound have
+            to be finite wherever the truth is, so that a sweep judges again what fails.
 
     Returns:
         One comparison for each of ``results``.
     """
     exact, terms = truth(spec, sample, grad, results, on), spec.terms(case)
-    own = run(spec.reference, sample, lambda output: grad)
+    own = run(spec.reference, sample, lambda output: grad, None if beside else ())
     device = sample.kwargs["input"].device.type
-    comparisons = []
+    measured = []
     for name, got in results.items():
-        extra, _ = EXTRA_ULPS.get((backend, device, own[name].dtype), (0.0, ""))
+        dtype = own[name].dtype if name in own else sample.kwargs[name].dtype
+        extra, _ = EXTRA_ULPS.get((backend, device, dtype), (0.0, ""))
         factor, _ = spec.tolerance_overrides.get((backend, device, name), (1.0, ""))
-        comparisons.append(
-            compare(
+        measured.append(
+            _measure(
                 got,
                 exact.values[name],
                 exact.conditions[name],
                 terms[name],
-                name=name,
-                baseline=own[name],
+                name,
+                own[name] if beside else None,
+                dtype,
                 wide=case.dtypes["input"] is torch.float64,
                 extra_ulps=extra,
                 factor=factor,
-                beside=beside,
             )
         )
-    return Outcome(spec.name, backend, device, case, seed, tuple(comparisons))
+    return Outcome(spec.name, backend, device, case, seed, tuple(_read_back(measured)))
 
 
 def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str | None:
