@@ -1,6 +1,6 @@
 """Write what `fusedops parity --fuzz` tried into docs/reliability.md.
 
-    fusedops parity --fuzz 110000 --shard 0/12 --out runs/fuzz-0.jsonl      (and so on)
+    fusedops parity --fuzz 110000 --per-cell 300 --shard 0/12 --out runs/fuzz-0.jsonl      (and so on)
     cat runs/fuzz-*.jsonl > benchmarks/results/nvidia-h200-fuzz.jsonl
     python benchmarks/reliability.py
 
@@ -9,31 +9,32 @@ A table stands between `<!-- tried: FILE -->` and `<!-- end -->`; files that are
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fusedops._files import read_records, write_text
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 _TABLE = re.compile(r"<!-- tried: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-_SUMS = ("forward", "backward", "irregular", "large")
+_SUMS = ("share", "forward", "backward", "irregular", "large")
 
 Record = dict[str, Any]
 
 
-def read(lines: Iterable[str]) -> tuple[list[Record], dict[str, Record]]:
+def read(records: Iterable[Record]) -> tuple[list[Record], dict[str, Record]]:
     """Return the run records, and of each cell the sum of its records over all runs."""
     runs: list[Record] = []
     cells: dict[str, Record] = {}
-    for record in map(json.loads, filter(str.strip, lines)):
+    for record in records:
         if record["kind"] == "run":
             runs.append(record)
             continue
         known = cells.setdefault(record["cell"], {**dict.fromkeys(_SUMS, 0), "worst": 0.0, "failures": []})
         for key in _SUMS:
-            known[key] += record[key]
+            known[key] += record.get(key, 0)
         known["worst"] = max(known["worst"], record["worst"])
         known["failures"] += record["failures"]
     return runs, cells
@@ -53,11 +54,14 @@ def _head(runs: Sequence[Record], cells: dict[str, Record]) -> list[str]:
     failed = sum(len(cell["failures"]) for cell in cells.values())
     place = f"one {every('gpu')}, driver {every('driver')}" if every("gpu") else f"a CPU ({every('cpu')})"
     unfinished = "" if all(run["complete"] for run in runs) else " **Not every process came to its end.**"
+    short = [f"{name} ({cell['forward']} of {cell['share']})" for name, cell in cells.items()
+             if cell["forward"] < cell["share"]]  # fmt: skip
+    lacking = f" **Fewer cases than meant: {', '.join(short)}.**" if short else ""
     return [
         f"**{total:,} cases in {len(cells)} cells on {place}**: torch {every('torch')}, Triton {every('triton')}, "
         f"commit {every('commit')}, {every('date')[:10]}, seed {every('seed')}. "
         f"{share['irregular']:.0f} % not contiguous or not at a multiple of 16 bytes, "
-        f"{share['large']:.1f} % of at least 16 MiB; {failed} failed.{unfinished}"
+        f"{share['large']:.1f} % of at least 16 MiB; {failed} failed.{unfinished}{lacking}"
     ]
 
 
@@ -106,11 +110,11 @@ def update(page: str, root: Path = ROOT) -> str:
         file = root / match[1]
         if not file.exists():
             return match[0]
-        return f"<!-- tried: {match[1]} -->\n{render(*read(file.read_text().splitlines()))}\n<!-- end -->"
+        return f"<!-- tried: {match[1]} -->\n{render(*read(record for _, record in read_records(file)))}\n<!-- end -->"
 
     return _TABLE.sub(fill, page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(update(PAGE.read_text()))
+    write_text(PAGE, update(PAGE.read_text()))
     print(PAGE)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -159,8 +160,9 @@ def test_sweep_finds_a_planted_fault_of_an_optimizer(monkeypatch: pytest.MonkeyP
 
 
 def test_a_name_makes_the_same_case_again() -> None:
-    target, seed, number = sweep.find("layer_norm/native/bf16-fp32/5/17", "cpu")
-    first, again, other = (target.attempt(seed, n) for n in (number, number, number + 1))
+    name = "layer_norm/reference/bf16-fp32/5/1"
+    target = sweep.find(name, "cpu")
+    first, again, other = (target.attempt(n) for n in (name + "7", name + "7", name + "8"))
     assert first == again
     assert first != other
 
@@ -172,7 +174,7 @@ def test_unknown_names_are_refused(name: str) -> None:
 
 
 def drawn_cases(count: int = 400) -> list[Drawn]:
-    cell = Cell(LAYER_NORM, "native", BF16, F32)
+    cell = Cell(LAYER_NORM, "reference", BF16, F32)
     found = []
     for number in range(count):
         random = Random(number)
@@ -196,7 +198,7 @@ def test_draws_reach_everything() -> None:
 
 
 def test_a_cell_of_variants_has_few_kinds_of_kernels() -> None:
-    cell = Cell(LAYER_NORM, "native", BF16, F32)
+    cell = Cell(LAYER_NORM, "reference", BF16, F32)
     kinds = set()
     for number in range(40):
         variant = draw.draw_variant(Random(number % 4), cell, "cpu", SMALL, True)
@@ -251,7 +253,7 @@ def test_memory_of_odd_shapes(shape: tuple[int, ...], memory: Memory) -> None:
 def test_optimizer_draws_reach_everything() -> None:
     found = [
         optimizers.run(
-            Random(n), optimizers.OptimCell(OPTIMS["adamw"], "native", F32, F32, "plain"), "cpu", 2**10, True, False
+            Random(n), optimizers.OptimCell(OPTIMS["adamw"], "reference", F32, F32, "plain"), "cpu", 2**10, True, False
         )
         for n in range(20)
     ]
@@ -284,6 +286,50 @@ def test_shards_are_a_partition() -> None:
         assert sum(part.tallies[name].forward for part in parts) == tally.forward == 9
 
 
+@pytest.mark.parametrize("parts", [1, 12, 14])
+def test_every_shard_has_its_part_of_every_kind(parts: int) -> None:
+    """Large cases above all: they take the time."""
+    (target,) = sweep.targets("cpu", ["layer_norm"], ["reference"], large_every=10)[:1]
+    mine = [[target.name(0, number) for number, _ in sweep._mine([target] * 36, 334, (i, parts))] for i in range(parts)]
+    large = [sum(name.endswith("/large") for name in names) for names in mine]
+    assert sum(map(len, mine)) == 36 * 334
+    assert sum(large) == pytest.approx(36 * 33.4, rel=0.05)
+    assert max(large) < 1.1 * min(large)
+
+
+def test_a_draw_that_shows_nothing_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = small(sweep.targets("cpu", ["adamw"], ["reference"]))[:1]
+    right = optimizers.run
+    lost = iter([True, False, True, True] * 10)
+    monkeypatch.setattr(optimizers, "run", lambda *args: None if next(lost) else right(*args))
+    found = sweep.sweep(cells, 0, 6)
+    assert found.cases == 3, "one of four draws shows something"
+    assert found.short == [f"{target.cell.name} (3 of 6)" for target in cells]
+    monkeypatch.setattr(optimizers, "run", right)
+    lost = iter([True, False] * 10)
+    monkeypatch.setattr(optimizers, "run", lambda *args: None if next(lost) else right(*args))
+    assert not sweep.sweep(cells, 0, 6).short
+
+
+def test_a_killed_sweep_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "f.jsonl"
+    monkeypatch.setattr(sweep, "_SAVED", 0.0)
+    cells = small(sweep.targets("cpu", ["rms_norm"], ["reference"]))
+    right, left = sweep.runs.run, iter(range(7))
+
+    def killed(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return right(*args)
+
+    monkeypatch.setattr(sweep.runs, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(cells, 0, 9, save=lambda result: result.write(file, {"seed": 0}))
+    first, *rest = map(json.loads, file.read_text().splitlines())
+    assert (first["complete"], first["cases"], sum(cell["forward"] for cell in rest)) == (False, 7, 7)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.jsonl"]
+
+
 def test_a_sweep_out_of_time_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--fuzz", "99", "--op", "rms_norm", "--device", "cpu", "--minutes", "0"]) == 1
     assert "stopped before its end" in capsys.readouterr().out
@@ -299,8 +345,15 @@ def test_a_failure_prints_how_to_see_it_again(
         return right(*args, **kwargs) * 1.5
 
     monkeypatch.setitem(OPS, "rms_norm", dataclasses.replace(OPS["rms_norm"], function=wrong))
-    assert main(["parity", "--fuzz", "1", "--per-cell", "1", "--op", "rms_norm", "--device", "cpu"]) == 1
+    monkeypatch.setattr(sweep, "_CPU", dataclasses.replace(SMALL, large=2**18))
+    sweeps = ["--per-cell", "0", "--large-every", "2", "--seed", "-3", "--op", "rms_norm", "--backend", "reference"]
+    assert main(["parity", "--fuzz", "20", *sweeps, "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert "fusedops parity --case rms_norm/native/fp32-fp32/0/0 --device cpu" in out
-    assert main(["parity", "--case", "rms_norm/native/fp32-fp32/0/0", "--device", "cpu"]) == 1
-    assert main(["parity", "--case", "rms_norm/native/fp32-fp32/0", "--device", "cpu"]) == 2
+    shown = re.findall(r"fusedops (parity --case (\S+) --device cpu)\n  (.*)", out)
+    names = [name for _, name, _ in shown]
+    large = [name for name in names if name.endswith("/-3/1/large")]
+    assert names[0].endswith("/-3/0")
+    for command, name, problem in [shown[0], shown[names.index(large[0])]]:
+        assert main(command.split()) == 1
+        assert f"{name}: {problem}" in capsys.readouterr().out
+    assert main(["parity", "--case", "rms_norm/reference/fp32-fp32/0", "--device", "cpu"]) == 2

@@ -48,7 +48,21 @@ def test_shards_are_added_up(reliability: ModuleType, tmp_path: Path) -> None:
     ):
         assert part in page
     assert "old" not in page
+    assert "Fewer" not in page
     assert reliability.update(page, tmp_path) == page
+
+
+def test_what_is_missing_is_named(reliability: ModuleType, tmp_path: Path) -> None:
+    """A cell that has fewer cases than its shards were to make, of processes that were stopped."""
+    run = {"kind": "run", "gpu": None, "cpu": "c", "torch": "2", "triton": "3", "commit": "abc",
+           "date": "2030-01-01T00:00Z", "seed": 0, "complete": False}  # fmt: skip
+    cell = {"kind": "cell", "cell": "op/native/bf16-fp32", "share": 10, "forward": 10, "backward": 9, "irregular": 5,
+            "large": 1, "worst": 0.5, "failures": []}  # fmt: skip
+    lines = [run, cell, run, {**cell, "forward": 3}, {**cell, "cell": "op/triton/bf16-fp32"}]
+    half = json.dumps(cell)[:40]  # of a line, as a killed process leaves it
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + half)
+    page = reliability.update("<!-- tried: f.jsonl -->\n<!-- end -->", tmp_path)
+    assert "**Not every process came to its end.** **Fewer cases than meant: op/native/bf16-fp32 (13 of 20).**" in page
 
 
 def test_a_file_that_is_not_there_changes_nothing(reliability: ModuleType, tmp_path: Path) -> None:

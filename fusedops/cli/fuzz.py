@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=float("inf"), metavar="M", help="stop by then")
     add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="this process runs part I (from 0) of N")
     add("--out", type=Path, metavar="FILE", help="write what was tried, a JSON record a line")
-    add("--case", metavar="NAME", help="run one drawn case again, as layer_norm/native/bf16-fp32/0/17")
+    add("--case", metavar="NAME", help="run one drawn case again, as layer_norm/native/bf16-fp32/0/17 or …/0/19/large")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -34,11 +34,11 @@ def _shard(text: str) -> tuple[int, int]:
 def run_case(name: str, device: torch.device) -> int:
     """Run one case again; 1 where it is wrong, 2 where there is none of that name."""
     try:
-        target, seed, number = sweeps.find(name, str(device))
+        target = sweeps.find(name, str(device))
     except ValueError as error:
         print(error)
         return 2
-    found = target.attempt(seed, number)
+    found = target.attempt(name)
     if found is None:
         print(f"{name}: nothing could be judged")
         return 2
@@ -56,9 +56,13 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     part, parts = args.shard
     shown = f", part {part} of {parts}" if parts > 1 else ""
     print(f"Fuzzing {len(cells)} cells with {per_cell} cases each, seed {args.seed}, on {device}{shown}", flush=True)
-    result = sweeps.sweep(cells, args.seed, per_cell, shard=args.shard, seconds=60 * args.minutes)
-    if args.out:
-        result.write(args.out, {**facts(device), "seed": args.seed, "shard": [part, parts], "per_cell": per_cell})
+    known = {**facts(device), "seed": args.seed, "shard": [part, parts], "per_cell": per_cell} if args.out else {}
+
+    def save(result: Sweep) -> None:
+        if args.out:
+            result.write(args.out, known)
+
+    result = sweeps.sweep(cells, args.seed, per_cell, shard=args.shard, seconds=60 * args.minutes, save=save)
     return report(result, cells)
 
 
@@ -73,6 +77,8 @@ def report(result: Sweep, cells: list[Target]) -> int:
         f"{result.cases} cases in {result.seconds:.0f} s: {irregular} not contiguous or misaligned, {large} of 16 MiB "
         f"or more; worst {100 * worst.worst:.0f} % of the bound ({worst.cell}); {len(result.failures)} failed"
     )
+    if result.short:
+        print(f"{len(result.short)} cells have fewer cases than they should: {', '.join(result.short)}")
     if not result.complete:
         print("The sweep stopped before its end.")
-    return int(bool(result.failures) or not result.complete or not result.cases)
+    return int(bool(result.failures or result.short) or not result.complete or not result.cases)

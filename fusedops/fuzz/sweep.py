@@ -1,8 +1,8 @@
 """Many drawn cases, cell by cell, each named so that it can be made again.
 
-The n-th case of a cell depends on its name alone: the cell, the sweep's seed and n. Six of ten are irregular in memory,
-one of ten is large, one of ten runs forward alone. Cases of a backend that compiles a kernel for each kind of call are
-drawn around a few variants a cell, each kept to one process.
+A case depends on its name alone: the cell, the sweep's seed, its number, and ``/large`` where it is. Six of ten are
+irregular in memory, one of ten runs forward alone, and on a GPU one of ten is large. Cases of a backend that compiles a
+kernel for each kind of call are drawn around a few variants a cell, each kept to one process.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import backends
+from .._files import write_text
 from ..registry import OPS, OPTIMS, OpSpec, OptimSpec
 from . import draw, optimizers
 from . import run as runs
@@ -31,6 +33,9 @@ _INTERPRETED = (("triton", "cpu"),)
 _SIZES = {"cuda": draw.Size(elements=2**20, rows=2**18)}
 _CPU, _TINY = draw.Size(elements=2**17, rows=2**17), draw.Size(elements=2**11, rows=8, width=2**13)
 _MESSAGES = 5  # failures of a cell that are told in full
+_FORM = "op/backend/dtypes/seed/number[/large]"
+_NAME = re.compile(r"([^/]+/[^/]+/[^/]+)/(-?\d+)/(\d+)(/large)?")
+_SAVED = 15.0  # seconds between two states of the results, which is what a killed sweep leaves
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,16 @@ class Target:
     size: draw.Size
     large_every: int
 
-    def attempt(self, seed: int, number: int) -> Found | None:
-        """Make, run and judge a case; None where the draw could not be judged."""
-        name = f"{self.cell.name}/{seed}/{number}"
-        random = Random(name)
+    def name(self, seed: int, number: int) -> str:
+        """Return the name of a case of this sweep."""
+        large = self.large_every > 0 and _turn(number, self.large_every) == self.large_every - 1
+        return f"{self.cell.name}/{seed}/{number}" + ("/large" if large else "")
+
+    def attempt(self, name: str) -> Found | None:
+        """Make, run and judge the case of a name; None where the draw could not be judged."""
+        case, seed, number, large = _parse(name)
+        random = Random(case)
         irregular = (number + number // 10) % 5 < 3
-        large = self.large_every > 0 and number % self.large_every == self.large_every - 1
         if isinstance(self.cell, optimizers.OptimCell):
             return optimizers.run(random, self.cell, self.device, self.size.elements, irregular, large)
         compiled = (self.cell.backend, torch.device(self.device).type) in _COMPILED
@@ -63,9 +72,22 @@ class Target:
         if variant is None:
             return None
         drawn = draw.draw(random, self.cell, variant, self.device, self.size, large=large)
-        if number % 10 == 4:
+        if _turn(number, 10) == 4:
             drawn = draw.Drawn(drawn.case, (), drawn.seed)
         return runs.run(self.cell, drawn, self.device)
+
+
+def _turn(number: int, every: int) -> int:
+    """Count to ``every`` so that each shard of each cell, which has every eighth number, comes by all counts."""
+    return (number // VARIANTS + number % VARIANTS) % every
+
+
+def _parse(name: str) -> tuple[str, int, int, bool]:
+    """Split a case's name: what its numbers are drawn from, seed, number, whether it is large."""
+    match = _NAME.fullmatch(name.rstrip("/"))
+    if match is None:
+        raise ValueError(f"case: expected {_FORM}, got {name!r}")
+    return name.rstrip("/").removesuffix("/large"), int(match[2]), int(match[3]), match[4] is not None
 
 
 @dataclass
@@ -74,6 +96,7 @@ class Tally:
 
     Attributes:
         cell: its name.
+        share: cases that are this shard's.
         forward: cases whose output was judged; of an optimizer, its steps' runs.
         backward: cases whose gradients were judged.
         irregular: cases with a tensor that was not contiguous or not at a multiple of 16 bytes.
@@ -83,6 +106,7 @@ class Tally:
     """
 
     cell: str
+    share: int = 0
     forward: int = 0
     backward: int = 0
     irregular: int = 0
@@ -144,18 +168,17 @@ def _cells(
                 yield cell
 
 
-def find(name: str, device: str) -> tuple[Target, int, int]:
-    """Return the target, the seed and the number of a case's name.
+def find(name: str, device: str) -> Target:
+    """Return the target of a case's name.
 
     Raises:
         ValueError: no case of that name can run on the device.
     """
-    cell, _, rest = name.rstrip("/").rpartition("/")
-    cell, _, seed = cell.rpartition("/")
-    for target in targets(device, [name.partition("/")[0]]):
-        if target.cell.name == cell and seed.isdigit() and rest.isdigit():
-            return target, int(seed), int(rest)
-    raise ValueError(f"case: expected op/backend/dtypes/seed/number that runs on {device}, got {name!r}")
+    cell = _parse(name)[0].rsplit("/", 2)[0]
+    for target in targets(device, [cell.partition("/")[0]]):
+        if target.cell.name == cell:
+            return target
+    raise ValueError(f"case: expected {_FORM} of a cell that runs on {device}, got {name!r}")
 
 
 @dataclass
@@ -164,7 +187,7 @@ class Sweep:
 
     tallies: dict[str, Tally]
     messages: list[str] = field(default_factory=list)
-    complete: bool = True
+    complete: bool = False
     seconds: float = 0.0
 
     @property
@@ -177,12 +200,18 @@ class Sweep:
         """The names of all cases that failed."""
         return [name for tally in self.tallies.values() for name in tally.failures]
 
+    @property
+    def short(self) -> list[str]:
+        """The names of cells with fewer cases than they should have, with both numbers."""
+        lacking = [tally for tally in self.tallies.values() if tally.forward < tally.share]
+        return [f"{tally.cell} ({tally.forward} of {tally.share})" for tally in lacking]
+
     def write(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write one line for the run and one for each cell."""
         run = {"kind": "run", **facts, "cases": self.cases, "complete": self.complete, "seconds": round(self.seconds)}
-        lines = [run, *({"kind": "cell", **asdict(tally)} for tally in self.tallies.values() if tally.forward)]
+        lines = [run, *({"kind": "cell", **asdict(tally)} for tally in self.tallies.values() if tally.share)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def sweep(
@@ -193,8 +222,11 @@ def sweep(
     shard: tuple[int, int] = (0, 1),
     seconds: float = math.inf,
     until_failure: bool = False,
+    save: Callable[[Sweep], None] | None = None,
 ) -> Sweep:
     """Run so many cases of each cell, all cells in turn.
+
+    A draw that could not be judged is made up for by a further number, up to twice as many as there should be.
 
     Args:
         cells: from ``targets``.
@@ -203,31 +235,47 @@ def sweep(
         shard: (i, n): this process runs the i-th of n parts.
         seconds: stop by then.
         until_failure: stop at the first case that fails.
+        save: called with the results now and then and at the end, so that a sweep that is killed leaves some.
     """
-    begun = time.monotonic()
+    begun = saved = time.monotonic()
     result = Sweep({target.cell.name: Tally(target.cell.name) for target in cells})
+    for _, target in _mine(cells, per_cell, shard):
+        result.tallies[target.cell.name].share += 1
+    for number, target in _mine(cells, 2 * per_cell, shard):
+        tally = result.tallies[target.cell.name]
+        if number >= per_cell and tally.forward >= tally.share:
+            continue
+        result.seconds = time.monotonic() - begun
+        if result.seconds > seconds:
+            break
+        if save is not None and begun + result.seconds > saved + _SAVED:
+            saved = begun + result.seconds
+            save(result)
+        if not _count(result, target, seed, number) or (until_failure and result.failures):
+            break
+    else:
+        result.complete = True
+    result.seconds = time.monotonic() - begun
+    if save is not None:
+        save(result)
+    return result
+
+
+def _mine(cells: Sequence[Target], per_cell: int, shard: tuple[int, int]) -> Iterator[tuple[int, Target]]:
+    """Yield the numbers and cells of a shard: of each cell every eighth number, so a kernel is compiled once."""
     part, parts = shard
     for number in range(per_cell):
         for place, target in enumerate(cells):
-            if (place * VARIANTS + number % VARIANTS) % parts != part:
-                continue
-            result.seconds = time.monotonic() - begun
-            if result.seconds > seconds:
-                result.complete = False
-                return result
-            if not _count(result, target, seed, number) or (until_failure and result.failures):
-                result.complete = False
-                return result
-    result.seconds = time.monotonic() - begun
-    return result
+            if (place * VARIANTS + number % VARIANTS) % parts == part:
+                yield number, target
 
 
 def _count(result: Sweep, target: Target, seed: int, number: int) -> bool:
     """Try a case; return whether the device can go on."""
-    name, tally, alive = f"{target.cell.name}/{seed}/{number}", result.tallies[target.cell.name], True
+    name, tally, alive = target.name(seed, number), result.tallies[target.cell.name], True
     problem: str | None
     try:
-        found = target.attempt(seed, number)
+        found = target.attempt(name)
         if found is None:
             return True
         tally.add(found)
