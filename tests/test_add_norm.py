@@ -443,7 +443,7 @@ def test_transforms_draw_what_eager_draws(spec: OpSpec) -> None:
 
 @SPECS
 def test_threads_that_draw(spec: OpSpec, backend: str) -> None:
-    """They share a generator, as of PyTorch's dropout: who draws what is chance, each is whole."""
+    """They share a generator, which any may seed: who draws what is chance, each mask is whole."""
     where = str(torch.get_default_device())
     if (backend, where) == ("triton", "cpu"):
         pytest.skip("Triton's interpreter keeps the place of a program in one global")
@@ -453,7 +453,9 @@ def test_threads_that_draw(spec: OpSpec, backend: str) -> None:
     def run(number: int) -> None:
         x, r = torch.ones(64, 64, device=where, requires_grad=True), torch.zeros(64, 64, device=where)
         start.wait()
-        for _ in range(20):
+        for call in range(20):
+            if call % 5 == number:
+                torch.manual_seed(number)
             total = spec.function(x, r, 64, dropout_p=0.5)[1]
             assert torch.equal(torch.autograd.grad(total.sum(), x)[0], total.detach())
             drawn.setdefault(number, []).append(total.detach())
@@ -465,7 +467,7 @@ def test_threads_that_draw(spec: OpSpec, backend: str) -> None:
         thread.join()
     masks = [mask for found in drawn.values() for mask in found]
     assert len(masks) == 60, "a thread failed"
-    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 60
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) > 3
 
 
 # ---------------------------------------------------------------- what is refused
