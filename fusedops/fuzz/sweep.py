@@ -226,7 +226,7 @@ def sweep(
 ) -> Sweep:
     """Run so many cases of each cell, all cells in turn.
 
-    A draw that could not be judged is made up for by a further number, up to twice as many as there should be.
+    A draw that could not be judged is made up for by further numbers, within twice as many as there should be and 64.
 
     Args:
         cells: from ``targets``.
@@ -241,7 +241,7 @@ def sweep(
     result = Sweep({target.cell.name: Tally(target.cell.name) for target in cells})
     for _, target in _mine(cells, per_cell, shard):
         result.tallies[target.cell.name].share += 1
-    for number, target in _mine(cells, 2 * per_cell, shard):
+    for number, target in _mine(cells, 2 * per_cell + 8 * VARIANTS, shard):
         tally = result.tallies[target.cell.name]
         if number >= per_cell and tally.forward >= tally.share:
             continue
