@@ -133,7 +133,8 @@ class OpSpec:
         like_input: arguments of ``input``'s shape; all others have ``parameter_shape``.
         pinned: results that others are computed from as they were rounded → the argument of ``reference`` that takes
             such a result. The truth of the others is that of the result as the backend rounded it.
-        tolerance_overrides: (backend, device type, name) → (factor on the bound, reason). Empty for a sound op.
+        tolerance_overrides: (backend, device type, name) → (factor on what arithmetic may lose, from the length of the
+            sum, and the reason). Empty for a sound op.
         draw_options: draws the options of a fuzzed call, given the dtypes of its differentiable arguments.
     """
 
@@ -153,7 +154,7 @@ class OpSpec:
     outputs: tuple[str, ...] = ("output",)
     like_input: tuple[str, ...] = ()
     pinned: Mapping[str, str] = field(default_factory=dict)
-    tolerance_overrides: Mapping[tuple[str, str, str], tuple[float, str]] = field(default_factory=dict)
+    tolerance_overrides: Mapping[tuple[str, str, str], tuple[Callable[[int], float], str]] = field(default_factory=dict)
     draw_options: Callable[[Random, Mapping[str, torch.dtype]], Mapping[str, Any]] = lambda random, dtypes: {}
 
 

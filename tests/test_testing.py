@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops import testing
-from fusedops.registry import LAYOUTS, OPS, VALUES, Case
+from fusedops.registry import LAYOUTS, OPS, VALUES, Case, Memory
 
 LAYER_NORM = OPS["layer_norm"]
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -55,6 +55,23 @@ def test_all_but_the_largest_zeroed_fails(name: str, dtype: torch.dtype) -> None
         flat.zero_()[largest] = value
 
     assert red(outcome_of(a_case((64, 256), dtype), keep_largest)) == {name}
+
+
+def test_an_override_allows_what_its_reason_says_and_no_more() -> None:
+    """PyTorch adds up the rows of a bias one after another on a CPU: equal ones drift, each to the same side."""
+    case = a_case((23020, 8), F32, memory={"grad": Memory(expand=True)})
+    sample = testing.make_sample(LAYER_NORM, case)
+    grad = testing.make_grad(case, sample.kwargs["input"])
+    results = testing.run(LAYER_NORM.reference, sample, lambda output: grad)
+
+    def judged(backend: str) -> set[str]:
+        return red(testing.judge(LAYER_NORM, case, sample, grad, results, backend=backend))
+
+    assert judged("reference") == set()
+    results["bias"] *= 0.99
+    assert judged("reference") == {"bias"}
+    results["bias"].zero_()
+    assert judged("reference") == {"bias"}
 
 
 @pytest.mark.parametrize("name", ["output", "input"])
