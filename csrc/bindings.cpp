@@ -42,31 +42,33 @@ TORCH_LIBRARY(fusedops, m) {
   m.def("dropout_seed(Tensor like) -> Tensor", random);
   m.def(
       "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, float dropout_p=0., ScalarType? out_dtype=None, "
+      "Tensor? bias=None, float eps=1e-05, float dropout_p=0., bool post_norm=False, ScalarType? out_dtype=None, "
       "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
       random);
   m.def(
       "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-      "float eps, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
-      "(Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)");
+      "float eps, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, ScalarType? out_dtype, "
+      "ScalarType? residual_dtype) -> (Tensor y, Tensor residual_out, Tensor total, Tensor mean, Tensor rstd)");
   m.def(
-      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
-      "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool[4] output_mask, "
-      "ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
+      "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor total, SymInt[] normalized_shape, "
+      "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool post_norm, "
+      "bool[4] output_mask, ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
       "(Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)");
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-      "float eps=1e-06, float weight_offset=0., float dropout_p=0., ScalarType? out_dtype=None, "
-      "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+      "float eps=1e-06, float weight_offset=0., float dropout_p=0., bool post_norm=False, "
+      "ScalarType? out_dtype=None, ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
       random);
   m.def(
       "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
-      "float weight_offset, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
-      "(Tensor y, Tensor residual_out, Tensor rstd)");
+      "float weight_offset, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, "
+      "ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+      "(Tensor y, Tensor residual_out, Tensor total, Tensor rstd)");
   m.def(
-      "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
-      "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool[3] output_mask, "
-      "ScalarType input_dtype, ScalarType residual_dtype) -> (Tensor dinput, Tensor dresidual, Tensor dweight)");
+      "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor total, SymInt[] normalized_shape, "
+      "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool post_norm, "
+      "bool[3] output_mask, ScalarType input_dtype, ScalarType residual_dtype) -> "
+      "(Tensor dinput, Tensor dresidual, Tensor dweight)");
 }
 
 namespace {
@@ -111,10 +113,12 @@ PYBIND11_MODULE(_C, m) {
         py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
   m.def("add_layer_norm", &fusedops::add_layer_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::arg("dropout_p") = 0.0,
-        py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(), NoGil());
+        py::arg("post_norm") = false, py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(),
+        NoGil());
   m.def("add_rms_norm", &fusedops::add_rms_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0,
-        py::arg("dropout_p") = 0.0, py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(), NoGil());
+        py::arg("dropout_p") = 0.0, py::arg("post_norm") = false, py::arg("out_dtype") = py::none(),
+        py::arg("residual_dtype") = py::none(), NoGil());
 
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")

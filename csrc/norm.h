@@ -2,7 +2,8 @@
 // elements; rows of x, residual, dy and dsum are a stride apart, all other tensors are contiguous.
 //
 // An add + norm is a norm of the rows x = residual + dropout(input), each sum rounded to its dtype first: backward
-// reads those numbers, so it is the derivative of what forward computed.
+// reads those numbers, so it is the derivative of what forward computed. In post-norm mode the residual stream goes on
+// as the norm, stored twice, in place of the sum.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +37,9 @@ struct NormFwd {
   int64_t residual_stride;
   DType residual_dtype;
   Dropout dropout;
-  void* sum;  // [rows, hidden]
+  void* sum;  // [rows, hidden]; where a post-norm call has no use for it, residual_out's memory
   DType sum_dtype;
+  void* residual_out;  // [rows, hidden] of sum_dtype: y once more, of a post-norm call; or null
 };
 
 struct NormBwd {
@@ -65,7 +67,8 @@ struct NormBwd {
   bool add;
   const void* dsum;  // [rows, hidden] of x_dtype: a gradient of x from elsewhere, or null
   int64_t dsum_stride;
-  void* dinput;  // [rows, hidden] or null where not wanted: dx times what forward multiplied the input with
+  bool post_norm;  // dsum is another gradient of y instead
+  void* dinput;    // [rows, hidden] or null where not wanted: dx times what forward multiplied the input with
   DType dinput_dtype;
   Dropout dropout;
 };

@@ -87,58 +87,71 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class AddLayerNorm(LayerNorm):
-    """``fusedops.add_layer_norm`` as a module: ``(input, residual)`` to the norm of their sum and the sum.
+    """``fusedops.add_layer_norm`` as a module: ``(input, residual)`` to the norm of their sum and the next residual.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as PyTorch's LayerNorm.
         dropout_p: the share of ``input`` that is dropped while training.
+        post_norm: the next residual is the norm, not the sum.
         out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
-        residual_dtype: dtype of the sum; None: the residual's.
+        residual_dtype: dtype of the sum and of the next residual; None: the residual's.
     """
 
     def __init__(
-        self, *args: Any, dropout_p: float = 0.0, residual_dtype: torch.dtype | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        dropout_p: float = 0.0,
+        post_norm: bool = False,
+        residual_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+        self.dropout_p, self.post_norm, self.residual_dtype = dropout_p, post_norm, residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
         return add_layer_norm(
             input, residual, self.normalized_shape, self.weight, self.bias, self.eps, dropout_p=self.dropout_p,
-            training=self.training, out_dtype=self.out_dtype, residual_dtype=self.residual_dtype,
+            training=self.training, post_norm=self.post_norm, out_dtype=self.out_dtype,
+            residual_dtype=self.residual_dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Show dropout beside what the norm shows."""
-        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
+        """Show dropout and the mode beside what the norm shows."""
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}, post_norm={self.post_norm}"
 
 
 class AddRMSNorm(RMSNorm):
-    """``fusedops.add_rms_norm`` as a module: ``(input, residual)`` to the norm of their sum and the sum.
+    """``fusedops.add_rms_norm`` as a module: ``(input, residual)`` to the norm of their sum and the next residual.
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as PyTorch's RMSNorm.
         weight_offset: as RMSNorm's.
         dropout_p: the share of ``input`` that is dropped while training.
+        post_norm: the next residual is the norm, not the sum.
         out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
-        residual_dtype: dtype of the sum; None: the residual's.
+        residual_dtype: dtype of the sum and of the next residual; None: the residual's.
     """
 
     def __init__(
-        self, *args: Any, dropout_p: float = 0.0, residual_dtype: torch.dtype | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        dropout_p: float = 0.0,
+        post_norm: bool = False,
+        residual_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.dropout_p, self.residual_dtype = dropout_p, residual_dtype
+        self.dropout_p, self.post_norm, self.residual_dtype = dropout_p, post_norm, residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
         return add_rms_norm(
             input, residual, self.normalized_shape, self.weight, self.eps, weight_offset=self.weight_offset,
-            dropout_p=self.dropout_p, training=self.training, out_dtype=self.out_dtype,
+            dropout_p=self.dropout_p, training=self.training, post_norm=self.post_norm, out_dtype=self.out_dtype,
             residual_dtype=self.residual_dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Show dropout beside what the norm shows."""
-        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
+        """Show dropout and the mode beside what the norm shows."""
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}, post_norm={self.post_norm}"

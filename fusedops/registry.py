@@ -131,8 +131,8 @@ class OpSpec:
             draws); the float64 truth gets it spelt out.
         outputs: names of the results, ``"output"`` first.
         like_input: arguments of ``input``'s shape; all others have ``parameter_shape``.
-        pinned: results that others are computed from as they were rounded → the argument of ``reference`` that takes
-            such a result. The truth of the others is that of the result as the backend rounded it.
+        pinned: what results are computed from as the backend rounded it, as arguments of ``reference``: from the
+            backend's function, the arguments of a call and its results. The truth is that of those numbers.
         tolerance_overrides: (backend, device type, name) → (factor on what arithmetic may lose, from the length of the
             sum, and the reason). Empty for a sound op.
         draw_options: draws the options of a fuzzed call, given the dtypes of its differentiable arguments.
@@ -153,7 +153,9 @@ class OpSpec:
     defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda kwargs: {}
     outputs: tuple[str, ...] = ("output",)
     like_input: tuple[str, ...] = ()
-    pinned: Mapping[str, str] = field(default_factory=dict)
+    pinned: Callable[[Callable[..., Any], Mapping[str, Any], Mapping[str, torch.Tensor]], dict[str, Any]] = (
+        lambda function, kwargs, results: {}
+    )
     tolerance_overrides: Mapping[tuple[str, str, str], tuple[Callable[[int], float], str]] = field(default_factory=dict)
     draw_options: Callable[[Random, Mapping[str, torch.dtype]], Mapping[str, Any]] = lambda random, dtypes: {}
 

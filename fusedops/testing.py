@@ -271,12 +271,15 @@ class Truth:
     conditions: dict[str, Tensor]
 
 
-def truth(spec: OpSpec, sample: Sample, grad: Any, results: Mapping[str, Tensor], device: str = "cpu") -> Truth:
+def truth(
+    spec: OpSpec, sample: Sample, grad: Any, results: Mapping[str, Tensor], backend: str, device: str = "cpu"
+) -> Truth:
     """Compute the truth in float64, from the numbers as the sample rounded them; gradients by autograd."""
     with same_random_numbers(sample):
         kwargs = {**sample.kwargs, **spec.defaults(sample.kwargs)}
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
-    kwargs |= {argument: results[name] for name, argument in spec.pinned.items()}
+    with same_random_numbers(sample):
+        kwargs |= spec.pinned(functools.partial(spec.function, backend=backend or None), sample.kwargs, results)
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             value = value.detach().to(device)
@@ -510,7 +513,7 @@ def judge(
         sample: the arguments.
         grad: the gradient of the output that the backward pass was given.
         results: outputs and gradients by name, as ``run`` returns them.
-        backend: who made them; decides which declared allowances apply.
+        backend: who made them; decides which declared allowances apply, and is asked what it rounded to on the way.
         seed: for the message.
         on: the device that computes the truth and compares.
         beside: run PyTorch's own backward as well and report its ULPs. Without, gradients where there is no bound have
@@ -519,7 +522,7 @@ def judge(
     Returns:
         One comparison for each of ``results``.
     """
-    exact, terms = truth(spec, sample, grad, results, on), spec.terms(case)
+    exact, terms = truth(spec, sample, grad, results, backend, on), spec.terms(case)
     own = run(spec.reference, sample, lambda output: grad, None if beside else ())
     device = sample.kwargs["input"].device.type
     measured = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,20 @@ from torch import Tensor
 from fusedops import testing
 from fusedops.registry import OPS, Case, OpSpec
 
-SPECS = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+
+def _modes(spec: OpSpec) -> Iterator[OpSpec]:
+    """Yield an op, and once more in a mode that gives it other results."""
+    yield spec
+    if "post_norm" in inspect.signature(spec.function).parameters:
+        function, reference = (partial(f, post_norm=True) for f in (spec.function, spec.reference))
+        yield replace(spec, function=function, reference=reference)
+
+
+def _mode_id(spec: OpSpec) -> str:
+    return f"{spec.name}{'-post_norm' if isinstance(spec.function, partial) else ''}"
+
+
+SPECS = pytest.mark.parametrize("spec", [mode for spec in OPS.values() for mode in _modes(spec)], ids=_mode_id)
 _RANDOM = [spec for spec in OPS.values() if "dropout_p" in inspect.signature(spec.function).parameters]
 RANDOM_SPECS = pytest.mark.parametrize("spec", _RANDOM, ids=[spec.name for spec in _RANDOM])
 Function = Callable[..., tuple[Tensor, ...]]

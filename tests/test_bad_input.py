@@ -58,6 +58,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "weight_offset": ("1", None, 1j),
     "out_dtype": (torch.int32, torch.float64, torch.complex64, "bf16"),
     "residual_dtype": (torch.int32, torch.float64, "bf16"),
+    "post_norm": (1, None, "yes", torch.tensor(True)),
     "dropout_p": (-0.1, 1.1, float("nan"), "0.1", None),
     "backend": ("cuda", 3),
 }

@@ -304,28 +304,35 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "rms_norm_bwd": [(X, X, [8], W, ROWS, 0.0, [True, True]), (X, X, [8], W, ROWS, 0.0, [False, True])],
     "dropout_seed": [],  # two calls give two seeds, which opcheck takes for a fault
     "add_layer_norm": [
-        (X, X + 1, [8], W, B, 1e-5, 0.0, None, None),
-        (X16, X16.float(), [8], *NONE, 1e-5, 0.0, F32, BF16),
+        (X, X + 1, [8], W, B, 1e-5, 0.0, False, None, None),
+        (X16, X16.float(), [8], *NONE, 1e-5, 0.0, False, F32, BF16),
+        (X, X + 1, [8], W, B, 1e-5, 0.0, True, BF16, None),
     ],
     "add_layer_norm_fwd": [
-        (X, X, [8], W, B, 1e-5, SEED, 0.5, None, None),
-        (X16, X16, [3, 8], *NONE, 1e-5, None, 0.0, F32, F32),
+        (X, X, [8], W, B, 1e-5, SEED, 0.5, False, False, None, None),
+        (X16, X16, [3, 8], *NONE, 1e-5, None, 0.0, False, False, F32, F32),
+        (X16, X16.float(), [8], W, B, 1e-5, SEED, 0.5, True, True, None, None),
     ],
     "add_layer_norm_bwd": [
-        (X, X, X, [8], W, ROWS, ROWS, SEED, 0.5, [True] * 4, F32, BF16, F32),
-        (X, None, X, [8], None, ROWS, ROWS, None, 0.0, [True, True, False, False], F32, F32),
+        (X, X, X, [8], W, ROWS, ROWS, SEED, 0.5, False, [True] * 4, F32, BF16, F32),
+        (X, None, X, [8], None, ROWS, ROWS, None, 0.0, False, [True, True, False, False], F32, F32),
+        (X.to(BF16), X, X, [8], W, ROWS, ROWS, SEED, 0.5, True, [True] * 4, BF16, F32, F32),
     ],
     "add_rms_norm": [
-        (X, X + 1, [8], W, 1e-5, 1.0, 0.0, None, None),
-        (X16, X16.float(), [8], None, 1e-5, 0.0, 0.0, F32, BF16),
+        (X, X + 1, [8], W, 1e-5, 1.0, 0.0, False, None, None),
+        (X16, X16.float(), [8], None, 1e-5, 0.0, 0.0, False, F32, BF16),
+        (X, X + 1, [8], W, 1e-5, 1.0, 0.0, True, BF16, None),
     ],
     "add_rms_norm_fwd": [
-        (X, X, [8], W, 1e-5, 1.0, SEED, 0.5, None, None),
-        (X16, X16, [8], None, 1e-5, 0.0, None, 0.0, F32, F32),
+        (X, X, [8], W, 1e-5, 1.0, SEED, 0.5, False, False, None, None),
+        (X16, X16, [8], None, 1e-5, 0.0, None, 0.0, False, False, F32, F32),
+        (X16, X16.float(), [8], W, 1e-5, 1.0, SEED, 0.5, True, True, None, None),
+        (X, X, [8], None, 1e-5, 0.0, None, 0.0, True, False, BF16, None),
     ],
     "add_rms_norm_bwd": [
-        (X, X, X, [8], W, ROWS, 1.0, SEED, 0.5, [True] * 3, F32, BF16),
-        (X, None, X, [8], None, ROWS, 0.0, None, 0.0, [True, False, False], BF16, F32),
+        (X, X, X, [8], W, ROWS, 1.0, SEED, 0.5, False, [True] * 3, F32, BF16),
+        (X, None, X, [8], None, ROWS, 0.0, None, 0.0, False, [True, False, False], BF16, F32),
+        (X.to(BF16), X, X, [8], W, ROWS, 1.0, SEED, 0.5, True, [True] * 3, BF16, F32),
     ],
 }  # fmt: skip
 
@@ -362,12 +369,15 @@ TRITON_SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "layer_norm_bwd": [(X, X, W, ROWS, ROWS, [True] * 3, F32), (X, X, None, ROWS, ROWS, DX, None)],
     "rms_norm_bwd": [(X, X, W, ROWS, 0.0, [True, True]), (X, X, W, ROWS, 1.0, [False, True])],
     "add_norm_fwd": [
-        (X, X, W, B, True, 1e-5, 0.0, SEED, 0.5, F32, BF16),
-        (X, X, None, None, False, 1e-5, 0.0, None, 0.0, F32, F32),
+        (X, X, W, B, True, 1e-5, 0.0, SEED, 0.5, False, False, F32, BF16),
+        (X, X, None, None, False, 1e-5, 0.0, None, 0.0, False, False, F32, F32),
+        (X, X, W, B, True, 1e-5, 0.0, SEED, 0.5, True, True, BF16, F32),
+        (X, X, W, None, False, 1e-5, 0.0, None, 0.0, True, False, BF16, F32),
     ],
     "add_norm_bwd": [
-        (X, X, X, W, ROWS, ROWS, 0.0, SEED, 0.5, [True] * 4, F32, BF16, F32),
-        (X, None, X, None, None, ROWS, 0.0, None, 0.0, [True, True, False, False], F32, F32, None),
+        (X, X, X, W, ROWS, ROWS, 0.0, SEED, 0.5, False, [True] * 4, F32, BF16, F32),
+        (X, None, X, None, None, ROWS, 0.0, None, 0.0, False, [True, True, False, False], F32, F32, None),
+        (X.to(BF16), X, X, W, ROWS, ROWS, 0.0, SEED, 0.5, True, [True] * 4, BF16, F32, F32),
     ],
 }
 

@@ -21,6 +21,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 ROWS, HIDDEN = 4096, 1024
 NORMS = [spec for spec in OPS.values() if spec.family == "norm"]
 SPECS = pytest.mark.parametrize("spec", NORMS, ids=[spec.name for spec in NORMS])
+ADDS = pytest.mark.parametrize(
+    "spec", [spec for spec in NORMS if "residual" in spec.grads], ids=[s.name for s in NORMS if "residual" in s.grads]
+)
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -67,6 +70,22 @@ def test_backward_keeps_the_input_and_its_statistics(
     own = [t for t in saved if t.untyped_storage().data_ptr() not in known]
     assert sum(t.nbytes for t in own) == 15 * statistics(spec)
     assert sum(t.numel() == 15 * 64 for t in saved) == 1, "one tensor of the input's size"
+
+
+@ADDS
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_post_norm_call_keeps_the_sum(spec: OpSpec, p: float, backend: str, device: str, saved: list[Tensor]) -> None:
+    """Beside its two results there is nothing of the input's size but the sum, in the residual's dtype."""
+    leaves = make_leaves(spec, small_case(spec, BF16, F32, shape=(3, 5, 64)), device)
+    op = as_function(spec, small_case(spec), post_norm=True, dropout_p=p)
+    outputs = op(*leaves)
+    known = storages([*leaves, *outputs])
+    own = [t for t in saved if t.untyped_storage().data_ptr() not in known]
+    assert sum(t.nbytes for t in own) == 15 * 64 * 4 + 15 * statistics(spec) + (16 if p else 0)
+    saved.clear()
+    with torch.no_grad():
+        op(*leaves)
+    assert not saved
 
 
 @SPECS
@@ -165,6 +184,29 @@ def test_forward_allocates_its_results_and_statistics(
         assert requested("peak") - before <= results + kept  # a backend may need them within the call
         del outputs
         assert requested("current") == before
+
+
+@on_a_gpu
+@ADDS
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_post_norm_call_allocates_the_sum_only_for_backward(
+    spec: OpSpec, p: float, backend: str, device: str
+) -> None:
+    case = small_case(spec, BF16, F32, shape=(ROWS, HIDDEN))
+    leaves, op = make_leaves(spec, case, device), as_function(spec, case, post_norm=True, dropout_p=p)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            del_me = op(*leaves)  # loads kernels
+            del del_me
+            before = requested("current")
+            torch.cuda.reset_peak_memory_stats()
+            outputs = op(*leaves)
+        results, beside = sum(out.nbytes for out in outputs), ROWS * statistics(spec) + (16 if p else 0)
+        if grad:
+            beside += outputs[1].nbytes
+        assert requested("current") - before == results + (beside if grad else 0)
+        assert requested("peak") - before <= results + beside
+        del outputs
 
 
 @on_a_gpu

@@ -126,20 +126,24 @@ def norm_calls(hidden: int, dtype: torch.dtype, param: torch.dtype, rows: int = 
 
 
 def add_norm_calls(hidden: int, dtype: torch.dtype, stream: torch.dtype, rows: int = 4096) -> dict[str, Any]:
-    """With dropout and a residual stream of its own dtype; weights are fp32."""
+    """With dropout and a residual stream of its own dtype, and in post-norm mode; weights are fp32."""
     x, residual = (torch.empty(rows, hidden, dtype=kind, device="meta") for kind in (dtype, stream))
     weight, stat = torch.empty(hidden, device="meta"), torch.empty(rows, device="meta")
     seed = torch.empty(2, dtype=torch.int64, device="meta")
-    saved = (x, residual, residual, weight, stat, stat, seed, 0.1, (True,) * 4, dtype, stream, F32)
+    saved = (x, residual, residual, weight, stat, stat, seed, 0.1)
+    fwd, bwd = (x, residual, weight, weight, 1e-5, seed, 0.1), ((True,) * 4, dtype, stream, F32)
     return {
-        "add_layer_norm_fwd": lambda: add_norm.add_layer_norm_fwd(
-            x, residual, weight, weight, 1e-5, seed, 0.1, dtype, stream
+        "add_layer_norm_fwd": lambda: add_norm.add_layer_norm_fwd(*fwd, False, False, dtype, stream),
+        "add_layer_norm_bwd": lambda: add_norm.add_layer_norm_bwd(*saved, False, *bwd),
+        "add_rms_norm_fwd": lambda: add_norm.add_rms_norm_fwd(
+            x, residual, weight, 1e-6, 1.0, None, 0.0, False, False, dtype, stream
         ),
-        "add_layer_norm_bwd": lambda: add_norm.add_layer_norm_bwd(*saved),
-        "add_rms_norm_fwd": lambda: add_norm.add_rms_norm_fwd(x, residual, weight, 1e-6, 1.0, None, 0.0, dtype, stream),
         "add_rms_norm_bwd": lambda: add_norm.add_rms_norm_bwd(
-            x, None, residual, weight, stat, 1.0, None, 0.0, (True,) * 3, dtype, stream
+            x, None, residual, weight, stat, 1.0, None, 0.0, False, (True,) * 3, dtype, stream
         ),
+        "post_norm_fwd": lambda: add_norm.add_layer_norm_fwd(*fwd, True, True, dtype, stream),
+        "post_norm_fwd, no gradient": lambda: add_norm.add_layer_norm_fwd(*fwd, True, False, dtype, stream),
+        "post_norm_bwd": lambda: add_norm.add_layer_norm_bwd(*saved, True, *bwd),
     }
 
 

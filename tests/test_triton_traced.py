@@ -80,8 +80,9 @@ def test_graph_holds_the_launches(monkeypatch, op, dynamic):
     assert launches == {"forward": 1, "backward": 2}  # backward: the pass over the rows, then the partial sums
 
 
+@pytest.mark.parametrize("post_norm", [False, True])
 @pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
-def test_graph_of_an_add_norm_holds_its_seed_and_the_launches(monkeypatch, op):
+def test_graph_of_an_add_norm_holds_its_seed_and_the_launches(monkeypatch, op, post_norm):
     monkeypatch.setattr(driver, "_active", FakeDriver())
     torch._dynamo.reset()
     whole, launches = OPS[op].wrap(backend), {}
@@ -90,7 +91,7 @@ def test_graph_of_an_add_norm_holds_its_seed_and_the_launches(monkeypatch, op):
     rest = (bias, 1e-5) if op == "add_layer_norm" else (1e-6, 1.0)
 
     def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y, total = whole(x, residual, (768,), weight, *rest, 0.5, torch.bfloat16, None)
+        y, total = whole(x, residual, (768,), weight, *rest, 0.5, post_norm, torch.bfloat16, None)
         return y.sum() + total.sum()
 
     torch.compile(call, backend=reading_backend(launches), fullgraph=True)(x, residual, weight).backward()

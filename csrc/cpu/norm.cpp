@@ -186,29 +186,35 @@ FUSEDOPS_ISA_INLINE const acc_t* summed_row(const NormFwd& n, int64_t row, std::
   return sum;
 }
 
+// Rounds a row of acc_t to a dtype.
+template <class acc_t>
+FUSEDOPS_ISA_INLINE void store_as(void* out, DType dtype, int64_t row, int64_t hidden, const acc_t* from) {
+  with_elements<acc_t>(out, dtype, [&](auto* to) FUSEDOPS_ISA_LAMBDA {
+    to += row * hidden;
+    for_columns<Lanes<acc_t>::kLanes>(
+        0, hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA { access.store(to + i, access.load(from + i)); });
+  });
+}
+
+// out = grad + dsum, of a row; they may be the same memory.
+template <class acc_t>
+FUSEDOPS_ISA_INLINE void add_dsum(const NormBwd& n, int64_t row, const acc_t* grad, acc_t* out) {
+  with_elements<acc_t>(n.dsum, n.x_dtype, [&](auto* dsum) FUSEDOPS_ISA_LAMBDA {
+    dsum += row * n.dsum_stride;
+    for_columns<Lanes<acc_t>::kLanes>(0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA {
+      access.store(out + i, access.load(grad + i) + access.load(dsum + i));
+    });
+  });
+}
+
 // Stores the gradients of both summands; `dx` is the sum's, without what it has from elsewhere.
 template <class acc_t>
 FUSEDOPS_ISA_INLINE void store_summands(const NormBwd& n, int64_t row, acc_t* dx) {
-  constexpr int kLanes = Lanes<acc_t>::kLanes;
-  const auto store_as = [&](void* out, DType dtype) FUSEDOPS_ISA_LAMBDA {
-    with_elements<acc_t>(out, dtype, [&](auto* to) FUSEDOPS_ISA_LAMBDA {
-      to += row * n.hidden;
-      for_columns<kLanes>(
-          0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA { access.store(to + i, access.load(dx + i)); });
-    });
-  };
-  if (n.dsum) {
-    with_elements<acc_t>(n.dsum, n.x_dtype, [&](auto* dsum) FUSEDOPS_ISA_LAMBDA {
-      dsum += row * n.dsum_stride;
-      for_columns<kLanes>(0, n.hidden, [&](int64_t i, auto access) FUSEDOPS_ISA_LAMBDA {
-        access.store(dx + i, access.load(dx + i) + access.load(dsum + i));
-      });
-    });
-  }
-  if (n.dx) store_as(n.dx, n.dx_dtype);
+  if (n.dsum && !n.post_norm) add_dsum(n, row, dx, dx);
+  if (n.dx) store_as(n.dx, n.dx_dtype, row, n.hidden, dx);
   if (!n.dinput) return;
   if (n.dropout.seed) drop(n.dropout, row, n.hidden, dx);
-  store_as(n.dinput, n.dinput_dtype);
+  store_as(n.dinput, n.dinput_dtype, row, n.hidden, dx);
 }
 
 // ---- forward ----------------------------------------------------------------------------------------------------
@@ -259,7 +265,9 @@ FUSEDOPS_ISA_INLINE void fwd_rows(const FwdRows<typename Lanes<x_t>::acc_t>& r) 
       if (r.weight) v *= access.load(r.weight + i);
       if (r.bias) v += access.load(r.bias + i);
       access.store(y + i, v);
+      if (r.n.residual_out) access.store(x_copy.data() + i, v);  // where x is
     });
+    if (r.n.residual_out) store_as(r.n.residual_out, r.n.sum_dtype, row, hidden, x_copy.data());
   }
 }
 
@@ -287,6 +295,11 @@ FUSEDOPS_ISA_INLINE void bwd_rows(const BwdRows<typename Lanes<x_t>::acc_t>& r) 
   for (int64_t row = r.begin; row < r.end; ++row) {
     const acc_t* x = widen_row(static_cast<const x_t*>(r.n.x) + row * r.n.x_stride, hidden, x_copy);
     const acc_t* dy = widen_row(static_cast<const dy_t*>(r.n.dy) + row * r.n.dy_stride, hidden, dy_copy);
+    if (r.n.post_norm) {
+      dy_copy.resize(hidden);
+      add_dsum(r.n, row, dy, dy_copy.data());
+      dy = dy_copy.data();
+    }
     x_t* dx = r.n.dx && !r.n.add ? static_cast<x_t*>(r.n.dx) + row * hidden : nullptr;
     const acc_t mean = r.n.rms ? acc_t(0) : static_cast<const acc_t*>(r.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(r.n.rstd)[row];

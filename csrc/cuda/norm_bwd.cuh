@@ -12,7 +12,8 @@
 //
 // In an add + norm x is the sum that forward stored. A gradient dsum that it has from elsewhere is staged beside x and
 // dy and added to dx, which is then the residual's gradient; the input's is the same times what forward multiplied the
-// input with, and is written only where dropout or another dtype makes it another tensor.
+// input with, and is written only where dropout or another dtype makes it another tensor. In post-norm mode that
+// gradient is one of y, and is added to dy before all else.
 #pragma once
 
 #include <type_traits>
@@ -130,6 +131,15 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     return reinterpret_cast<XVec*>(base) + q * slots + slot + i * kWarp;
   };
   const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
+  const auto load_dy = [&](int stage, int q, int i, acc_t(&d)[kVec]) {
+    const auto dy = load<DyVec>(dy_slot(stage, q, i));
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) d[j] = widen(dy.v[j]);
+    if (!kAdd || !p.n.post_norm) return;
+    const auto more = load<XVec>(dsum_slot(stage, q, i));
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) d[j] += widen(more.v[j]);
+  };
 
   const int step = gridDim.x * blockDim.y * kRows;
   // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
@@ -176,6 +186,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       for (int q = 0; q < kRows; ++q) {
         store(x_slot(stage, q, i), XVec{});
         store(dy_slot(stage, q, i), DyVec{});
+        if constexpr (kAdd) store(dsum_slot(stage, q, i), XVec{});
       }
     }
   }
@@ -210,15 +221,15 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
           const auto x = load<XVec>(x_slot(stage, q, i));
-          const auto dy = load<DyVec>(dy_slot(stage, q, i));
-          acc_t w[kVec];
+          acc_t d[kVec], w[kVec];
+          load_dy(stage, q, i, d);
           load_shared(weight + column(i), w);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
             const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
-            const acc_t d = widen(dy.v[j]), g = d * w[j];
-            dweight[i][j] += d * xhat;
-            if constexpr (!kRms) dbias[i][j] += d;
+            const acc_t g = d[j] * w[j];
+            dweight[i][j] += d[j] * xhat;
+            if constexpr (!kRms) dbias[i][j] += d[j];
             sums[q] += g * xhat;
             if constexpr (!kRms) sums[kRows + q] += g;
           }
@@ -238,16 +249,16 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
 #pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
             const auto x = load<XVec>(x_slot(stage, q, i));
-            const auto dy = load<DyVec>(dy_slot(stage, q, i));
             acc_t w[kVec], dx[kVec];
+            load_dy(stage, q, i, dx);
             load_shared(weight + column(i), w);
 #pragma unroll
             for (int j = 0; j < kVec; ++j) {
-              dx[j] = rstd[q] * (widen(dy.v[j]) * w[j] - mean_g - (widen(x.v[j]) - mean[q]) * slope);
+              dx[j] = rstd[q] * (dx[j] * w[j] - mean_g - (widen(x.v[j]) - mean[q]) * slope);
             }
             if (column(i) >= p.hidden) continue;
             if constexpr (kAdd) {
-              if (p.n.dsum) {
+              if (p.n.dsum && !p.n.post_norm) {
                 const auto dsum = load<XVec>(dsum_slot(stage, q, i));
 #pragma unroll
                 for (int j = 0; j < kVec; ++j) dx[j] += widen(dsum.v[j]);
@@ -321,6 +332,18 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   }
 }
 
+// kN elements of a row's dy, with what post-norm mode adds; zero past the row's end.
+template <class x_t, class dy_t, int kN, class acc_t>
+__device__ inline void load_dy(const BwdParams& p, int64_t row, int col, int left, acc_t (&d)[kN]) {
+  const auto dy = load_row<dy_t, kN>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) d[j] = widen(dy.v[j]);
+  if (!p.n.post_norm) return;
+  const auto more = load_row<x_t, kN>(static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride, col, left, p.aligned);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) d[j] += widen(more.v[j]);
+}
+
 // dx of rows that are wider than the registers of a block, or not aligned: one block a row, which it reads twice.
 constexpr int kBwdWideThreads = 512;
 template <class x_t, class dy_t, bool kRms>
@@ -332,21 +355,19 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
   const int vecs = (p.hidden + kVec - 1) / kVec;
   int turn = 0;
   for (int64_t row = blockIdx.x; row < p.n.rows; row += gridDim.x) {
-    const x_t* x_row = static_cast<const x_t*>(p.n.x) + row * p.n.x_stride;       // [hidden]
-    const dy_t* dy_row = static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride;  // [hidden]
-    x_t* dx_row = static_cast<x_t*>(p.n.dx) + row * p.hidden;                     // [hidden]
+    const x_t* x_row = static_cast<const x_t*>(p.n.x) + row * p.n.x_stride;  // [hidden]
+    x_t* dx_row = static_cast<x_t*>(p.n.dx) + row * p.hidden;                // [hidden]
     const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
     const auto read = [&](int i, acc_t(&xhat)[kVec], acc_t(&g)[kVec]) {
       const int col = i * kVec, left = p.hidden - col;
       const auto x = load_row<x_t, kVec>(x_row, col, left, p.aligned);
-      const auto dy = load_row<dy_t, kVec>(dy_row, col, left, p.aligned);
+      load_dy<x_t, dy_t>(p, row, col, left, g);
       acc_t w[kVec];
       if (p.n.weight) load_param(p.n.weight, p.n.weight_dtype, col, left, p.aligned, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         xhat[j] = (widen(x.v[j]) - mean) * rstd;
-        g[j] = widen(dy.v[j]);  // zero past the row's end
         if (p.n.weight) g[j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
       }
     };
@@ -381,7 +402,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
         store_row<x_t, kVec>(dx_row, col, left, p.aligned, g);
         continue;
       }
-      if (p.n.dsum) {
+      if (p.n.dsum && !p.n.post_norm) {
         const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
         const auto dsum = load_row<x_t, kVec>(dsum_row, col, left, p.aligned);
 #pragma unroll
@@ -405,13 +426,14 @@ __global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel
 #pragma unroll 2
   for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < p.n.rows; row += gridDim.y * kColumnRows) {
     const auto x = load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned);
-    const auto dy = load_row<dy_t, kVec>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned);
+    acc_t dy[kVec];
+    load_dy<x_t, dy_t>(p, row, col, left, dy);
     const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      dweight[j].add(widen(dy.v[j]) * ((widen(x.v[j]) - mean) * rstd));
-      if constexpr (!kRms) dbias[j].add(widen(dy.v[j]));
+      dweight[j].add(dy[j] * ((widen(x.v[j]) - mean) * rstd));
+      if constexpr (!kRms) dbias[j].add(dy[j]);
     }
   }
   acc_t* partial = static_cast<acc_t*>(p.n.workspace);  // [dweight, dbias][partial_rows][hidden]

@@ -25,7 +25,7 @@ bool is_aligned(const NormFwd& n) {
   const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
   return n.hidden % kVec == 0 && strided(n.x_stride) && fits(n.x, n.x_dtype) && fits(n.y, n.y_dtype) &&
          fits(n.weight, n.weight_dtype) && fits(n.bias, n.bias_dtype) && strided(n.residual_stride) &&
-         fits(n.residual, n.residual_dtype) && fits(n.sum, n.sum_dtype);
+         fits(n.residual, n.residual_dtype) && fits(n.sum, n.sum_dtype) && fits(n.residual_out, n.sum_dtype);
 }
 
 // Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle; six where

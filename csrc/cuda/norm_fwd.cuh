@@ -151,6 +151,7 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     Vec<y_t, kVec> y;
     narrow(c[i], y);
     store(y_at + i * kApart, y);
+    if constexpr (Row::kStores) source.store_again(c[i], first + i * kApart);
   }
 }
 
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kFwdThreads<Row>, 1) norm_fwd_kernel(const Fwd
   }
 }
 
-// Scale and shift of kN columns, and what they do to x - mean.
+// Scale and shift of kN columns, and what they do to x - mean, which they leave in its place.
 template <class y_t, int kN, class acc_t>
 __device__ inline void write_y(const FwdParams& p, y_t* y_row, int col, acc_t rstd, acc_t (&x)[kN]) {
   const int left = p.hidden - col;
@@ -262,6 +263,7 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
 #pragma unroll
       for (int j = 0; j < kVec; ++j) centred[j] = widen(x.v[j]) - mean;
       write_y(p, y_row, i * kVec, rstd, centred);
+      if constexpr (Row::kStores) source.store_again(centred, i * kVec, p.hidden - i * kVec, p.aligned);
     }
   }
 }

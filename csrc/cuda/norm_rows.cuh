@@ -6,6 +6,8 @@
 //   Kept take(loaded, col, valid)       its elements; stores what there is to store, where `valid`
 //   Kept read(col, left, aligned)       both, anywhere in a row; zero past its end
 //   Kept read_again(col, left, aligned) its elements once more, after read() by the same thread
+//
+// Where the row stores sums (kStores), both call store_again(y, col, ...) after a vector of y is stored.
 #pragma once
 
 #include "../norm.h"
@@ -79,8 +81,14 @@ struct SumRow {
     if (valid) add_residual(n, row, col, x, residual);
     Kept sum;
     narrow(x, sum);
-    if (valid) store(static_cast<residual_t*>(n.sum) + row * n.hidden + col, sum);
+    if (valid && n.sum != n.residual_out) store(static_cast<residual_t*>(n.sum) + row * n.hidden + col, sum);
     return sum;
+  }
+  __device__ void store_again(const acc_t (&y)[kVec], int col) const {
+    if (!n.residual_out) return;
+    Kept out;
+    narrow(y, out);
+    store(static_cast<residual_t*>(n.residual_out) + row * n.hidden + col, out);
   }
 };
 
@@ -111,6 +119,9 @@ struct MixedSumRow {
     Kept x;
     load_param(row_at(n.sum, n.sum_dtype, row * n.hidden), n.sum_dtype, col, left, aligned, x.v);
     return x;
+  }
+  __device__ void store_again(acc_t (&y)[kVec], int col, int left, bool aligned) const {
+    if (n.residual_out) store_rounded(n.residual_out, n.sum_dtype, row * n.hidden + col, left, aligned, y);
   }
 };
 

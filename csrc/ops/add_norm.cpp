@@ -1,7 +1,8 @@
 // add_layer_norm, add_rms_norm and their halves: tensors to pointers, checks, device guard, stream; one function for
 // CPU, CUDA and Meta. Autograd: add_norm_autograd.cpp.
 //
-//   residual_out = residual + dropout(input), rounded once;  y = norm(residual_out), of the rounded numbers
+//   total = residual + dropout(input), rounded once;  y = norm(total), of the rounded numbers
+//   residual_out = total, or y once more in total's dtype (post_norm)
 #include "add_norm.h"
 
 #include <torch/library.h>
@@ -33,12 +34,13 @@ struct Drops {
 };
 
 struct Forward {
-  Tensor y, sum, mean, rstd;
+  Tensor y, residual_out, total, mean, rstd;  // total: the sum beside another residual_out, where it is kept
 };
 
 Forward forward(Norm norm, const Tensor& input, const Tensor& residual, at::SymIntArrayRef normalized_shape,
                 const OptTensor& weight, const OptTensor& bias, double eps, double weight_offset, const OptTensor& seed,
-                double dropout_p, OptDtype out_dtype, OptDtype residual_dtype, Stats stats) {
+                double dropout_p, bool post_norm, bool keep_total, OptDtype out_dtype, OptDtype residual_dtype,
+                Stats stats) {
   const char* const op = name_of(norm == Norm::rms, /*add=*/true);
   check_shape(op, input, normalized_shape);
   check_like_input({op, "residual"}, residual, input);
@@ -58,7 +60,8 @@ Forward forward(Norm norm, const Tensor& input, const Tensor& residual, at::SymI
   const auto options = input.options().memory_format(std::nullopt);
   Forward out;
   out.y = at::empty_symint(input.sym_sizes(), options.dtype(y_dtype));
-  out.sum = at::empty_symint(input.sym_sizes(), options.dtype(sum_dtype));
+  out.residual_out = at::empty_symint(input.sym_sizes(), options.dtype(sum_dtype));
+  if (post_norm && keep_total) out.total = at::empty_symint(input.sym_sizes(), options.dtype(sum_dtype));
   if (stats == Stats::keep) {
     const auto rows = row_count(input, normalized_shape);
     const auto stats_options = options.dtype(stats_dtype(input.scalar_type()));
@@ -92,7 +95,8 @@ Forward forward(Norm norm, const Tensor& input, const Tensor& residual, at::SymI
   args.residual = r.tensor.const_data_ptr();
   args.residual_stride = r.stride;
   args.dropout = drops.dropout;
-  args.sum = out.sum.mutable_data_ptr();
+  args.sum = (out.total.defined() ? out.total : out.residual_out).mutable_data_ptr();
+  args.residual_out = post_norm ? out.residual_out.mutable_data_ptr() : nullptr;
   launch(args, input.device());
   return out;
 }
@@ -101,51 +105,51 @@ struct Backward {
   Tensor dinput, dresidual, dweight, dbias;
 };
 
-Backward backward(Norm norm, const Tensor& dy, const OptTensor& dsum, const Tensor& sum,
+Backward backward(Norm norm, const Tensor& dy, const OptTensor& dsum, const Tensor& total,
                   at::SymIntArrayRef normalized_shape, const OptTensor& weight, const OptTensor& mean,
-                  const Tensor& rstd, double weight_offset, const OptTensor& seed, double dropout_p,
+                  const Tensor& rstd, double weight_offset, const OptTensor& seed, double dropout_p, bool post_norm,
                   std::array<bool, 4> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype,
                   OptDtype bias_dtype) {
   const char* const op = name_of(norm == Norm::rms, /*add=*/true);
-  check_shape(op, sum, normalized_shape);
-  check_like_input({op, "dy"}, dy, sum);
+  check_shape(op, total, normalized_shape);
+  check_like_input({op, "dy"}, dy, total);
   if (given(dsum)) {
-    check_like_input({op, "dresidual_out"}, *dsum, sum);
-    TORCH_CHECK_VALUE(dsum->scalar_type() == sum.scalar_type(), op,
-                      ": dresidual_out: expected the dtype of residual_out ", sum.scalar_type(), ", got ",
-                      dsum->scalar_type());
+    check_like_input({op, "dresidual_out"}, *dsum, total);
+    TORCH_CHECK_VALUE(dsum->scalar_type() == total.scalar_type(), op, ": dresidual_out: expected the dtype of total ",
+                      total.scalar_type(), ", got ", dsum->scalar_type());
   }
-  check_param({op, "weight"}, weight, sum, normalized_shape);
-  if (mean) check_stats({op, "mean"}, *mean, sum, normalized_shape);
-  check_stats({op, "rstd"}, rstd, sum, normalized_shape);
-  check_double({op, "input_dtype"}, input_dtype, sum);
-  check_double({op, "residual_dtype"}, residual_dtype, sum);
+  check_param({op, "weight"}, weight, total, normalized_shape);
+  if (mean) check_stats({op, "mean"}, *mean, total, normalized_shape);
+  check_stats({op, "rstd"}, rstd, total, normalized_shape);
+  check_double({op, "input_dtype"}, input_dtype, total);
+  check_double({op, "residual_dtype"}, residual_dtype, total);
   TORCH_CHECK_VALUE(!output_mask[2] || given(weight), op, ": output_mask: dweight was asked for, but weight is None");
-  const Drops drops(op, seed, dropout_p, sum);
-  const auto dbias_dtype = bias_dtype.value_or(given(weight) ? weight->scalar_type() : stats_dtype(sum.scalar_type()));
+  const Drops drops(op, seed, dropout_p, total);
+  const auto dbias_dtype =
+      bias_dtype.value_or(given(weight) ? weight->scalar_type() : stats_dtype(total.scalar_type()));
   NormBwd args{};
-  args.x_dtype = dtype_code({op, "residual_out"}, sum.scalar_type());
+  args.x_dtype = dtype_code({op, "total"}, total.scalar_type());
   args.dy_dtype = dtype_code({op, "dy"}, dy.scalar_type());
   args.dinput_dtype = dtype_code({op, "input_dtype"}, input_dtype);
   args.dx_dtype = dtype_code({op, "residual_dtype"}, residual_dtype);
   args.dbias_dtype = dtype_code({op, "bias_dtype"}, dbias_dtype);
 
-  const auto options = sum.options().memory_format(std::nullopt);
+  const auto options = total.options().memory_format(std::nullopt);
   const bool one_gradient = output_mask[1] && !given(seed) && input_dtype == residual_dtype;
   Backward out;
-  if (output_mask[0] && !one_gradient) out.dinput = at::empty_symint(sum.sym_sizes(), options.dtype(input_dtype));
-  if (output_mask[1]) out.dresidual = at::empty_symint(sum.sym_sizes(), options.dtype(residual_dtype));
+  if (output_mask[0] && !one_gradient) out.dinput = at::empty_symint(total.sym_sizes(), options.dtype(input_dtype));
+  if (output_mask[1]) out.dresidual = at::empty_symint(total.sym_sizes(), options.dtype(residual_dtype));
   if (output_mask[2]) out.dweight = at::empty_symint(normalized_shape, options.dtype(weight->scalar_type()));
   if (output_mask[3]) out.dbias = at::empty_symint(normalized_shape, options.dtype(dbias_dtype));
-  if (sum.is_meta()) return out;
-  if (sum.numel() == 0) {  // sums over no rows
+  if (total.is_meta()) return out;
+  if (total.numel() == 0) {  // sums over no rows
     if (out.dweight.defined()) out.dweight.zero_();
     if (out.dbias.defined()) out.dbias.zero_();
     return out;
   }
 
   const size_t row_dims = normalized_shape.size();
-  const Rows x({op, "residual_out"}, sum, row_dims), g({op, "dy"}, dy, row_dims);
+  const Rows x({op, "total"}, total, row_dims), g({op, "dy"}, dy, row_dims);
   std::optional<Rows> elsewhere;
   if (given(dsum)) elsewhere.emplace(Arg{op, "dresidual_out"}, *dsum, row_dims);
   const Param w({op, "weight"}, weight);
@@ -153,7 +157,7 @@ Backward backward(Norm norm, const Tensor& dy, const OptTensor& dsum, const Tens
   const Tensor rstd_data = rstd.contiguous();
   args.rms = norm == Norm::rms;
   args.hidden = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(normalized_shape));
-  args.rows = sum.numel() / args.hidden;
+  args.rows = total.numel() / args.hidden;
   args.x = x.tensor.const_data_ptr();
   args.x_stride = x.stride;
   args.dy = g.tensor.const_data_ptr();
@@ -170,10 +174,11 @@ Backward backward(Norm norm, const Tensor& dy, const OptTensor& dsum, const Tens
   if (elsewhere) {
     args.dsum = elsewhere->tensor.const_data_ptr();
     args.dsum_stride = elsewhere->stride;
+    args.post_norm = post_norm;
   }
   args.dinput = data_or_null(out.dinput);
   args.dropout = drops.dropout;
-  launch(args, sum.device());
+  launch(args, total.device());
   return out;
 }
 
@@ -190,59 +195,60 @@ OptTensor seed_for(double dropout_p, const Tensor& input) {
 
 std::tuple<Tensor, Tensor> add_layer_norm_kernel(const Tensor& input, const Tensor& residual,
                                                  at::SymIntArrayRef normalized_shape, const OptTensor& weight,
-                                                 const OptTensor& bias, double eps, double dropout_p,
+                                                 const OptTensor& bias, double eps, double dropout_p, bool post_norm,
                                                  OptDtype out_dtype, OptDtype residual_dtype) {
   auto out = forward(Norm::layer, input, residual, normalized_shape, weight, bias, eps, 0.0, seed_for(dropout_p, input),
-                     dropout_p, out_dtype, residual_dtype, Stats::drop);
-  return {out.y, out.sum};
+                     dropout_p, post_norm, /*keep_total=*/false, out_dtype, residual_dtype, Stats::drop);
+  return {out.y, out.residual_out};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_kernel(const Tensor& input, const Tensor& residual,
                                                at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
-                                               double weight_offset, double dropout_p, OptDtype out_dtype,
-                                               OptDtype residual_dtype) {
-  auto out = forward(Norm::rms, input, residual, normalized_shape, weight, {}, eps, weight_offset,
-                     seed_for(dropout_p, input), dropout_p, out_dtype, residual_dtype, Stats::drop);
-  return {out.y, out.sum};
+                                               double weight_offset, double dropout_p, bool post_norm,
+                                               OptDtype out_dtype, OptDtype residual_dtype) {
+  auto out =
+      forward(Norm::rms, input, residual, normalized_shape, weight, {}, eps, weight_offset, seed_for(dropout_p, input),
+              dropout_p, post_norm, /*keep_total=*/false, out_dtype, residual_dtype, Stats::drop);
+  return {out.y, out.residual_out};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd_kernel(const Tensor& input, const Tensor& residual,
-                                                                     at::SymIntArrayRef normalized_shape,
-                                                                     const OptTensor& weight, const OptTensor& bias,
-                                                                     double eps, const OptTensor& seed,
-                                                                     double dropout_p, OptDtype out_dtype,
-                                                                     OptDtype residual_dtype) {
-  auto out = forward(Norm::layer, input, residual, normalized_shape, weight, bias, eps, 0.0, seed, dropout_p, out_dtype,
-                     residual_dtype, Stats::keep);
-  return {out.y, out.sum, out.mean, out.rstd};
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd_kernel(
+    const Tensor& input, const Tensor& residual, at::SymIntArrayRef normalized_shape, const OptTensor& weight,
+    const OptTensor& bias, double eps, const OptTensor& seed, double dropout_p, bool post_norm, bool keep_total,
+    OptDtype out_dtype, OptDtype residual_dtype) {
+  auto out = forward(Norm::layer, input, residual, normalized_shape, weight, bias, eps, 0.0, seed, dropout_p, post_norm,
+                     keep_total, out_dtype, residual_dtype, Stats::keep);
+  return {out.y, out.residual_out, out.total, out.mean, out.rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd_kernel(const Tensor& input, const Tensor& residual,
-                                                           at::SymIntArrayRef normalized_shape, const OptTensor& weight,
-                                                           double eps, double weight_offset, const OptTensor& seed,
-                                                           double dropout_p, OptDtype out_dtype,
-                                                           OptDtype residual_dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_rms_norm_fwd_kernel(const Tensor& input, const Tensor& residual,
+                                                                   at::SymIntArrayRef normalized_shape,
+                                                                   const OptTensor& weight, double eps,
+                                                                   double weight_offset, const OptTensor& seed,
+                                                                   double dropout_p, bool post_norm, bool keep_total,
+                                                                   OptDtype out_dtype, OptDtype residual_dtype) {
   auto out = forward(Norm::rms, input, residual, normalized_shape, weight, {}, eps, weight_offset, seed, dropout_p,
-                     out_dtype, residual_dtype, Stats::keep);
-  return {out.y, out.sum, out.rstd};
+                     post_norm, keep_total, out_dtype, residual_dtype, Stats::keep);
+  return {out.y, out.residual_out, out.total, out.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd_kernel(
-    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& residual_out, at::SymIntArrayRef normalized_shape,
+    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& total, at::SymIntArrayRef normalized_shape,
     const OptTensor& weight, const Tensor& mean, const Tensor& rstd, const OptTensor& seed, double dropout_p,
-    std::array<bool, 4> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype, OptDtype bias_dtype) {
-  auto out = backward(Norm::layer, dy, dresidual_out, residual_out, normalized_shape, weight, mean, rstd, 0.0, seed,
-                      dropout_p, output_mask, input_dtype, residual_dtype, bias_dtype);
+    bool post_norm, std::array<bool, 4> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype,
+    OptDtype bias_dtype) {
+  auto out = backward(Norm::layer, dy, dresidual_out, total, normalized_shape, weight, mean, rstd, 0.0, seed, dropout_p,
+                      post_norm, output_mask, input_dtype, residual_dtype, bias_dtype);
   return {out.dinput, out.dresidual, out.dweight, out.dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_bwd_kernel(
-    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& residual_out, at::SymIntArrayRef normalized_shape,
+    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& total, at::SymIntArrayRef normalized_shape,
     const OptTensor& weight, const Tensor& rstd, double weight_offset, const OptTensor& seed, double dropout_p,
-    std::array<bool, 3> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype) {
+    bool post_norm, std::array<bool, 3> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype) {
   auto out =
-      backward(Norm::rms, dy, dresidual_out, residual_out, normalized_shape, weight, {}, rstd, weight_offset, seed,
-               dropout_p, {output_mask[0], output_mask[1], output_mask[2], false}, input_dtype, residual_dtype, {});
+      backward(Norm::rms, dy, dresidual_out, total, normalized_shape, weight, {}, rstd, weight_offset, seed, dropout_p,
+               post_norm, {output_mask[0], output_mask[1], output_mask[2], false}, input_dtype, residual_dtype, {});
   return {out.dinput, out.dresidual, out.dweight};
 }
 
@@ -261,55 +267,61 @@ void register_add_norms(torch::Library& m) {
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
                                           at::SymIntArrayRef normalized_shape, const OptTensor& weight,
-                                          const OptTensor& bias, double eps, double dropout_p, OptDtype out_dtype,
-                                          OptDtype residual_dtype) {
+                                          const OptTensor& bias, double eps, double dropout_p, bool post_norm,
+                                          OptDtype out_dtype, OptDtype residual_dtype) {
   static const auto op = find_op<decltype(add_layer_norm)>("fusedops::add_layer_norm");
-  return op.call(input, residual, normalized_shape, weight, bias, eps, dropout_p, out_dtype, residual_dtype);
+  return op.call(input, residual, normalized_shape, weight, bias, eps, dropout_p, post_norm, out_dtype, residual_dtype);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
                                         at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
-                                        double weight_offset, double dropout_p, OptDtype out_dtype,
+                                        double weight_offset, double dropout_p, bool post_norm, OptDtype out_dtype,
                                         OptDtype residual_dtype) {
   static const auto op = find_op<decltype(add_rms_norm)>("fusedops::add_rms_norm");
-  return op.call(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, out_dtype, residual_dtype);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,
-                                                              at::SymIntArrayRef normalized_shape,
-                                                              const OptTensor& weight, const OptTensor& bias,
-                                                              double eps, const OptTensor& seed, double dropout_p,
-                                                              OptDtype out_dtype, OptDtype residual_dtype) {
-  static const auto op = find_op<decltype(add_layer_norm_fwd)>("fusedops::add_layer_norm_fwd");
-  return op.call(input, residual, normalized_shape, weight, bias, eps, seed, dropout_p, out_dtype, residual_dtype);
-}
-
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
-                                                    at::SymIntArrayRef normalized_shape, const OptTensor& weight,
-                                                    double eps, double weight_offset, const OptTensor& seed,
-                                                    double dropout_p, OptDtype out_dtype, OptDtype residual_dtype) {
-  static const auto op = find_op<decltype(add_rms_norm_fwd)>("fusedops::add_rms_norm_fwd");
-  return op.call(input, residual, normalized_shape, weight, eps, weight_offset, seed, dropout_p, out_dtype,
+  return op.call(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, post_norm, out_dtype,
                  residual_dtype);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                                      at::SymIntArrayRef normalized_shape,
+                                                                      const OptTensor& weight, const OptTensor& bias,
+                                                                      double eps, const OptTensor& seed,
+                                                                      double dropout_p, bool post_norm, bool keep_total,
+                                                                      OptDtype out_dtype, OptDtype residual_dtype) {
+  static const auto op = find_op<decltype(add_layer_norm_fwd)>("fusedops::add_layer_norm_fwd");
+  return op.call(input, residual, normalized_shape, weight, bias, eps, seed, dropout_p, post_norm, keep_total,
+                 out_dtype, residual_dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                            at::SymIntArrayRef normalized_shape,
+                                                            const OptTensor& weight, double eps, double weight_offset,
+                                                            const OptTensor& seed, double dropout_p, bool post_norm,
+                                                            bool keep_total, OptDtype out_dtype,
+                                                            OptDtype residual_dtype) {
+  static const auto op = find_op<decltype(add_rms_norm_fwd)>("fusedops::add_rms_norm_fwd");
+  return op.call(input, residual, normalized_shape, weight, eps, weight_offset, seed, dropout_p, post_norm, keep_total,
+                 out_dtype, residual_dtype);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(
-    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& residual_out, at::SymIntArrayRef normalized_shape,
+    const Tensor& dy, const OptTensor& dresidual_out, const Tensor& total, at::SymIntArrayRef normalized_shape,
     const OptTensor& weight, const Tensor& mean, const Tensor& rstd, const OptTensor& seed, double dropout_p,
-    std::array<bool, 4> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype, OptDtype bias_dtype) {
+    bool post_norm, std::array<bool, 4> output_mask, at::ScalarType input_dtype, at::ScalarType residual_dtype,
+    OptDtype bias_dtype) {
   static const auto op = find_op<decltype(add_layer_norm_bwd)>("fusedops::add_layer_norm_bwd");
-  return op.call(dy, dresidual_out, residual_out, normalized_shape, weight, mean, rstd, seed, dropout_p, output_mask,
-                 input_dtype, residual_dtype, bias_dtype);
+  return op.call(dy, dresidual_out, total, normalized_shape, weight, mean, rstd, seed, dropout_p, post_norm,
+                 output_mask, input_dtype, residual_dtype, bias_dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_bwd(const Tensor& dy, const OptTensor& dresidual_out,
-                                                    const Tensor& residual_out, at::SymIntArrayRef normalized_shape,
+                                                    const Tensor& total, at::SymIntArrayRef normalized_shape,
                                                     const OptTensor& weight, const Tensor& rstd, double weight_offset,
-                                                    const OptTensor& seed, double dropout_p,
+                                                    const OptTensor& seed, double dropout_p, bool post_norm,
                                                     std::array<bool, 3> output_mask, at::ScalarType input_dtype,
                                                     at::ScalarType residual_dtype) {
   static const auto op = find_op<decltype(add_rms_norm_bwd)>("fusedops::add_rms_norm_bwd");
-  return op.call(dy, dresidual_out, residual_out, normalized_shape, weight, rstd, weight_offset, seed, dropout_p,
+  return op.call(dy, dresidual_out, total, normalized_shape, weight, rstd, weight_offset, seed, dropout_p, post_norm,
                  output_mask, input_dtype, residual_dtype);
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,24 +31,26 @@ SCHEMAS = (
     "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)",
     "dropout_seed(Tensor like) -> Tensor",
     "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-    "Tensor? bias=None, float eps=1e-05, float dropout_p=0., ScalarType? out_dtype=None, "
+    "Tensor? bias=None, float eps=1e-05, float dropout_p=0., bool post_norm=False, ScalarType? out_dtype=None, "
     "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
     "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-    "float eps, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
-    "(Tensor y, Tensor residual_out, Tensor mean, Tensor rstd)",
-    "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
-    "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool[4] output_mask, "
-    "ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
+    "float eps, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, ScalarType? out_dtype, "
+    "ScalarType? residual_dtype) -> (Tensor y, Tensor residual_out, Tensor total, Tensor mean, Tensor rstd)",
+    "add_layer_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor total, SymInt[] normalized_shape, "
+    "Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, float dropout_p, bool post_norm, "
+    "bool[4] output_mask, ScalarType input_dtype, ScalarType residual_dtype, ScalarType? bias_dtype=None) -> "
     "(Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)",
     "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
-    "float eps=1e-06, float weight_offset=0., float dropout_p=0., ScalarType? out_dtype=None, "
-    "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+    "float eps=1e-06, float weight_offset=0., float dropout_p=0., bool post_norm=False, "
+    "ScalarType? out_dtype=None, ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
     "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
-    "float weight_offset, Tensor? seed, float dropout_p, ScalarType? out_dtype, ScalarType? residual_dtype) -> "
-    "(Tensor y, Tensor residual_out, Tensor rstd)",
-    "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor residual_out, SymInt[] normalized_shape, "
-    "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool[3] output_mask, "
-    "ScalarType input_dtype, ScalarType residual_dtype) -> (Tensor dinput, Tensor dresidual, Tensor dweight)",
+    "float weight_offset, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, "
+    "ScalarType? out_dtype, ScalarType? residual_dtype) -> "
+    "(Tensor y, Tensor residual_out, Tensor total, Tensor rstd)",
+    "add_rms_norm_bwd(Tensor dy, Tensor? dresidual_out, Tensor total, SymInt[] normalized_shape, "
+    "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool post_norm, "
+    "bool[3] output_mask, ScalarType input_dtype, ScalarType residual_dtype) -> "
+    "(Tensor dinput, Tensor dresidual, Tensor dweight)",
 )
 # Ops that draw random numbers themselves.
 RANDOM = ("dropout_seed", "add_layer_norm", "add_rms_norm")
@@ -128,36 +131,47 @@ def _dropout_seed(like: Tensor) -> Tensor:
     return like.new_empty(2, dtype=torch.int64).random_(0, 2**63 - 1)
 
 
+def _add_outputs(
+    reference: Callable[..., tuple[Tensor, Tensor]], post_norm: bool, keep_total: bool
+) -> tuple[Tensor, ...]:
+    """Return y, residual_out and total, which is empty unless kept beside a residual_out; then the sum."""
+    y, total = reference(post_norm=False)
+    y, residual_out = reference(post_norm=True) if post_norm else (y, total)
+    return y, residual_out, total if post_norm and keep_total else total.new_empty(0), total
+
+
 def _add_layer_norm_fwd(
     input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float,
-    seed: Tensor | None, dropout_p: float, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+    seed: Tensor | None, dropout_p: float, post_norm: bool, keep_total: bool, out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    p = 0.0 if seed is None else dropout_p
-    y, total = add_layer_norm_reference(
-        input, residual, shape, weight, bias, eps, p, out_dtype, residual_dtype, seed=seed
-    )
-    return y, total, *_statistics(total, shape, eps, True)
+    call = (input, residual, shape, weight, bias, eps, 0.0 if seed is None else dropout_p)
+    reference = partial(add_layer_norm_reference, *call, out_dtype=out_dtype, residual_dtype=residual_dtype, seed=seed)
+    *outputs, total = _add_outputs(reference, post_norm, keep_total)
+    return *outputs, *_statistics(total, shape, eps, True)
 
 
 def _add_rms_norm_fwd(
     input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, weight_offset: float,
-    seed: Tensor | None, dropout_p: float, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+    seed: Tensor | None, dropout_p: float, post_norm: bool, keep_total: bool, out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    p = 0.0 if seed is None else dropout_p
-    y, total = add_rms_norm_reference(
-        input, residual, shape, weight, eps, weight_offset, p, out_dtype, residual_dtype, seed=seed
-    )
-    return y, total, _statistics(total, shape, eps, False)[1]
+    call = (input, residual, shape, weight, eps, weight_offset, 0.0 if seed is None else dropout_p)
+    reference = partial(add_rms_norm_reference, *call, out_dtype=out_dtype, residual_dtype=residual_dtype, seed=seed)
+    *outputs, total = _add_outputs(reference, post_norm, keep_total)
+    return *outputs, _statistics(total, shape, eps, False)[1]
 
 
 def _add_bwd(
     dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, mean: Tensor | None,
-    rstd: Tensor, weight_offset: float, seed: Tensor | None, p: float, mask: Sequence[bool],
+    rstd: Tensor, weight_offset: float, seed: Tensor | None, p: float, post_norm: bool, mask: Sequence[bool],
     input_dtype: torch.dtype, residual_dtype: torch.dtype, bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dinput, dresidual, dweight and dbias; what the mask leaves out is empty, as is a copy of dresidual."""
     acc = torch.promote_types(total.dtype, torch.float32)
     need = (mask[0] or mask[1], *mask[2:])
+    if post_norm and dsum is not None:
+        dy, dsum = dy.to(acc) + dsum.to(acc), None
     dx, dweight, dbias = _bwd(dy, total.to(acc), shape, weight, mean, rstd, weight_offset, need, bias_dtype)
     dinput = dresidual = total.new_empty(0)
     dx = dx if dsum is None or not need[0] else dx + dsum
@@ -171,22 +185,23 @@ def _add_bwd(
 
 def _add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, mean: Tensor,
-    rstd: Tensor, seed: Tensor | None, p: float, mask: Sequence[bool], input_dtype: torch.dtype,
+    rstd: Tensor, seed: Tensor | None, p: float, post_norm: bool, mask: Sequence[bool], input_dtype: torch.dtype,
     residual_dtype: torch.dtype, bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _add_bwd(
-        dy, dsum, total, shape, weight, mean, rstd, 0.0, seed, p, mask, input_dtype, residual_dtype, bias_dtype
-    )
+        dy, dsum, total, shape, weight, mean, rstd, 0.0, seed, p, post_norm, mask, input_dtype, residual_dtype,
+        bias_dtype,
+    )  # fmt: skip
 
 
 def _add_rms_norm_bwd(
     dy: Tensor, dsum: Tensor | None, total: Tensor, shape: Sequence[int], weight: Tensor | None, rstd: Tensor,
-    weight_offset: float, seed: Tensor | None, p: float, mask: Sequence[bool], input_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
+    weight_offset: float, seed: Tensor | None, p: float, post_norm: bool, mask: Sequence[bool],
+    input_dtype: torch.dtype, residual_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _add_bwd(
-        dy, dsum, total, shape, weight, None, rstd, weight_offset, seed, p, (*mask, False), input_dtype,
-        residual_dtype, None,
+        dy, dsum, total, shape, weight, None, rstd, weight_offset, seed, p, post_norm, (*mask, False),
+        input_dtype, residual_dtype, None,
     )[:3]  # fmt: skip
 
 

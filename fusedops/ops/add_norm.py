@@ -1,7 +1,7 @@
 """Residual add and norm in one pass: the input is dropped out and added to the residual, the sum is normalised.
 
-The sum leaves as the new residual, in a dtype of its own, beside the norm of it. The references below are the truth, in
-plain PyTorch.
+The sum leaves as the new residual, in a dtype of its own, beside the norm of it; in a post-norm model, whose residual
+is the norm, that leaves twice. The references below are the truth, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ def add_layer_norm(
     *,
     dropout_p: float = 0.0,
     training: bool = True,
+    post_norm: bool = False,
     out_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Pair:
-    """Return ``(layer_norm(sum), sum)``, where ``sum = residual + dropout(input)``.
+    """Return ``(layer_norm(sum), sum)``, where ``sum = residual + dropout(input)``; or the norm twice (post_norm).
 
     Args:
         input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
@@ -76,24 +77,27 @@ def add_layer_norm(
         eps: added to the variance.
         dropout_p: the share of ``input``'s elements that is dropped, the others being divided by ``1 - dropout_p``.
         training: whether to drop at all.
+        post_norm: the second result is the norm as well, in ``residual_dtype``: the residual of a post-norm model,
+            wanted in fp32 for the next add and in 16 bits for the next matmul.
         out_dtype: dtype of the norm; None: see *Autocast*.
-        residual_dtype: dtype of the sum; None: the residual's own.
+        residual_dtype: dtype of the sum and of the second result; None: the residual's own.
         backend: force ``"native"``, ``"triton"`` or ``"reference"``; None: dispatch chooses.
 
     Returns:
-        Two tensors of ``input``'s shape: the norm, and the sum for the next residual.
+        Two tensors of ``input``'s shape: the norm, and the sum (post_norm: the norm) for the next residual.
 
     Raises:
         ValueError: an argument of a wrong shape, dtype, device or value.
         UnsupportedError: the forced backend can't serve the call.
 
-    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the sum ``residual_dtype`` as
-    ever; inputs are never cast.
+    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the second result
+    ``residual_dtype`` as ever; inputs are never cast.
     *Numerics*: as ``layer_norm``'s. The sum is made in fp32 (fp64 for fp64) and rounded once; the norm is that of the
     *rounded* sum, statistics included. So it is what ``layer_norm`` makes of the sum that is returned, and backward,
-    which reads that tensor, is the exact derivative of forward; rounding itself counts as the identity. Gradients of
-    both results are added up in fp32 and rounded once. Dropout is a function of a seed from the device's generator, the
-    row and the column, the same in every backend; no mask is stored.
+    which reads that tensor, is the exact derivative of forward; rounding itself counts as the identity. With
+    ``post_norm`` the sum is rounded all the same, and stored only where backward will read it; both results are
+    roundings of one fp32 norm. Gradients of both results are added up in fp32 and rounded once. Dropout is a function
+    of a seed from the device's generator, the row and the column, the same in every backend; no mask is stored.
     *Source*: Ba, Kiros, Hinton (2016); Salmon et al. (2011) for the random bits.
     """
     shape, p = sizes(normalized_shape, "add_layer_norm"), _probability("add_layer_norm", dropout_p, training)
@@ -102,13 +106,15 @@ def add_layer_norm(
         raise ValueError(f"add_layer_norm: eps: expected a number >= 0, got {eps!r}")
     if residual_dtype is not None:
         _check_residual_dtype("add_layer_norm", residual_dtype, input)
+    if post_norm is not False:
+        _check_post_norm("add_layer_norm", post_norm)
     choice = choose(
         "add_layer_norm", input, (residual, weight, bias), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
     if not choice.checks_arguments:
         _check("add_layer_norm", input, residual, shape, weight, bias)
     try:
-        result: Pair = choice.run(input, residual, shape, weight, bias, eps, p, dtype, residual_dtype)
+        result: Pair = choice.run(input, residual, shape, weight, bias, eps, p, post_norm, dtype, residual_dtype)
     except (ValueError, TypeError, RuntimeError):
         _check("add_layer_norm", input, residual, shape, weight, bias)  # the same words, whoever refused
         raise
@@ -125,11 +131,12 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     dropout_p: float = 0.0,
     training: bool = True,
+    post_norm: bool = False,
     out_dtype: torch.dtype | None = None,
     residual_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Pair:
-    """Return ``(rms_norm(sum), sum)``, where ``sum = residual + dropout(input)``.
+    """Return ``(rms_norm(sum), sum)``, where ``sum = residual + dropout(input)``; or the norm twice (post_norm).
 
     Args:
         input: (..., *normalized_shape): fp32 | fp16 | bf16 | fp64, any strides.
@@ -140,19 +147,21 @@ def add_rms_norm(
         weight_offset: added to ``weight``; 1.0 for models whose stored weight is centred on zero (Gemma).
         dropout_p: the share of ``input``'s elements that is dropped, the others being divided by ``1 - dropout_p``.
         training: whether to drop at all.
+        post_norm: the second result is the norm as well, in ``residual_dtype``: the residual of a post-norm model,
+            wanted in fp32 for the next add and in 16 bits for the next matmul.
         out_dtype: dtype of the norm; None: see *Autocast*.
-        residual_dtype: dtype of the sum; None: the residual's own.
+        residual_dtype: dtype of the sum and of the second result; None: the residual's own.
         backend: force ``"native"``, ``"triton"`` or ``"reference"``; None: dispatch chooses.
 
     Returns:
-        Two tensors of ``input``'s shape: the norm, and the sum for the next residual.
+        Two tensors of ``input``'s shape: the norm, and the sum (post_norm: the norm) for the next residual.
 
     Raises:
         ValueError: an argument of a wrong shape, dtype, device or value.
         UnsupportedError: the forced backend can't serve the call.
 
-    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the sum ``residual_dtype`` as
-    ever; inputs are never cast.
+    *Autocast*: the norm has the autocast dtype (``amp.set_norm_output`` changes that), the second result
+    ``residual_dtype`` as ever; inputs are never cast.
     *Numerics*: as ``rms_norm``'s; of the sum and of dropout as ``add_layer_norm``'s.
     *Source*: Zhang, Sennrich (2019); Salmon et al. (2011) for the random bits.
     """
@@ -162,6 +171,8 @@ def add_rms_norm(
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     if residual_dtype is not None:
         _check_residual_dtype("add_rms_norm", residual_dtype, input)
+    if post_norm is not False:
+        _check_post_norm("add_rms_norm", post_norm)
     choice = choose(
         "add_rms_norm", input, (residual, weight), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
@@ -174,7 +185,9 @@ def add_rms_norm(
     if not choice.checks_arguments:
         _check("add_rms_norm", input, residual, shape, weight)
     try:
-        result: Pair = choice.run(input, residual, shape, weight, eps, weight_offset, p, dtype, residual_dtype)
+        result: Pair = choice.run(
+            input, residual, shape, weight, eps, weight_offset, p, post_norm, dtype, residual_dtype
+        )
     except (ValueError, TypeError, RuntimeError):
         _check("add_rms_norm", input, residual, shape, weight)  # the same words, whoever refused
         raise
@@ -186,27 +199,29 @@ def add_rms_norm(
 
 def add_layer_norm_reference(
     input: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
-    bias: Tensor | None = None, eps: float = 1e-5, dropout_p: float = 0.0, out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None, rounded: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, dropout_p: float = 0.0, post_norm: bool = False,
+    out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> Pair:  # fmt: skip
     """Compute ``add_layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times.
 
     ``seed`` and ``rounded`` repeat what another call drew, and what its sum was rounded to.
     """
     normalised, total = _sum(input, residual, len(normalized_shape), dropout_p, residual_dtype, seed, rounded)
-    y = layer_norm_reference(normalised, normalized_shape, weight, bias, eps, out_dtype or input.dtype)
-    return y, total
+    norm = layer_norm_reference(normalised, normalized_shape, weight, bias, eps, wide(input.dtype))
+    return _results(norm, total, post_norm, out_dtype or input.dtype)
 
 
 def add_rms_norm_reference(
     input: Tensor, residual: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
-    eps: float | None = None, weight_offset: float = 0.0, dropout_p: float = 0.0, out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None, rounded: Tensor | None = None,
+    eps: float | None = None, weight_offset: float = 0.0, dropout_p: float = 0.0, post_norm: bool = False,
+    out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> Pair:  # fmt: skip
     """Compute ``add_rms_norm`` in plain PyTorch; see ``add_layer_norm_reference``."""
     normalised, total = _sum(input, residual, len(normalized_shape), dropout_p, residual_dtype, seed, rounded)
-    y = rms_norm_reference(normalised, normalized_shape, weight, eps, weight_offset, out_dtype or input.dtype)
-    return y, total
+    norm = rms_norm_reference(normalised, normalized_shape, weight, eps, weight_offset, wide(input.dtype))
+    return _results(norm, total, post_norm, out_dtype or input.dtype)
 
 
 def _sum(
@@ -219,6 +234,11 @@ def _sum(
     result = total.to(dtype or residual.dtype)
     rounded = (result if rounded is None else rounded).detach().to(acc)
     return total + torch.where(rounded == total, 0.0, rounded - total).detach(), result
+
+
+def _results(norm: Tensor, total: Tensor, post_norm: bool, dtype: torch.dtype) -> Pair:
+    """Return the norm, and the sum or the norm once more: a tensor of its own, also where their dtypes are one."""
+    return norm.to(dtype), norm.to(total.dtype, copy=True) if post_norm else total
 
 
 # ---------------------------------------------------------------- checks and dispatch
@@ -234,6 +254,11 @@ def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:
     check_out_dtype(op, dtype, input, "residual_dtype")
 
 
+def _check_post_norm(op: str, post_norm: Any) -> None:
+    if not isinstance(post_norm, bool):
+        raise ValueError(f"{op}: post_norm: expected True or False, got {post_norm!r}")
+
+
 def _check(
     op: str, input: Tensor, residual: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None = None
 ) -> None:
@@ -245,9 +270,10 @@ def _check(
 
 def _describe(
     op: str, input: Tensor, residual: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None],
-    out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+    post_norm: bool, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
 ) -> Call:  # fmt: skip
     _check(op, input, residual, shape, *parameters.values())
+    _check_post_norm(op, post_norm)
     if residual_dtype is not None:
         _check_residual_dtype(op, residual_dtype, input)
     call = describe_norm(op, input, shape, parameters, out_dtype)
@@ -257,28 +283,20 @@ def _describe(
 
 def _describe_add_layer_norm(
     input: Tensor, residual: Tensor, normalized_shape: Shape, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, *, dropout_p: float = 0.0, training: bool = True, out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
+    eps: float = 1e-5, *, dropout_p: float = 0.0, training: bool = True, post_norm: bool = False,
+    out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    parameters = {"weight": weight, "bias": bias}
-    return _describe(
-        "add_layer_norm",
-        input,
-        residual,
-        sizes(normalized_shape, "add_layer_norm"),
-        parameters,
-        out_dtype,
-        residual_dtype,
-    )
+    shape, parameters = sizes(normalized_shape, "add_layer_norm"), {"weight": weight, "bias": bias}
+    return _describe("add_layer_norm", input, residual, shape, parameters, post_norm, out_dtype, residual_dtype)
 
 
 def _describe_add_rms_norm(
     input: Tensor, residual: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
-    *, weight_offset: float = 0.0, dropout_p: float = 0.0, training: bool = True, out_dtype: torch.dtype | None = None,
-    residual_dtype: torch.dtype | None = None,
+    *, weight_offset: float = 0.0, dropout_p: float = 0.0, training: bool = True, post_norm: bool = False,
+    out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
     shape, parameters = sizes(normalized_shape, "add_rms_norm"), {"weight": weight}
-    return _describe("add_rms_norm", input, residual, shape, parameters, out_dtype, residual_dtype)
+    return _describe("add_rms_norm", input, residual, shape, parameters, post_norm, out_dtype, residual_dtype)
 
 
 # ---------------------------------------------------------------- autograd over a backend's pair
@@ -300,47 +318,58 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         weight_offset: float,
         p: float,
+        post_norm: bool,
+        keep_total: bool,
         dtype: torch.dtype,
         residual_dtype: torch.dtype,
-    ) -> Pair:
+    ) -> tuple[Tensor, ...]:
         mean: Tensor | None = None
         if centred:
-            y, total, mean, rstd = module.add_layer_norm_fwd(
-                x, residual, weight, bias, eps, seed, p, dtype, residual_dtype
+            y, residual_out, total, mean, rstd = module.add_layer_norm_fwd(
+                x, residual, weight, bias, eps, seed, p, post_norm, keep_total, dtype, residual_dtype
             )
         else:
-            y, total, rstd = module.add_rms_norm_fwd(
-                x, residual, weight, eps, weight_offset, seed, p, dtype, residual_dtype
+            y, residual_out, total, rstd = module.add_rms_norm_fwd(
+                x, residual, weight, eps, weight_offset, seed, p, post_norm, keep_total, dtype, residual_dtype
             )
         ctx.set_materialize_grads(False)
+        # The sum is an output even where nobody sees it: second derivatives, which compiled code does not have, find
+        # their way back through it.
+        hidden = () if total is None or torch.compiler.is_compiling() else (total,)
+        sums = hidden if post_norm else (residual_out,)
         if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
-            ctx.mark_non_differentiable(total)
-        ctx.save_for_backward(total, weight, mean, rstd, seed)
-        ctx.module, ctx.eps, ctx.weight_offset, ctx.p, ctx.dtype = module, eps, weight_offset, p, dtype
+            ctx.mark_non_differentiable(*sums)
+        ctx.save_for_backward(total if post_norm else residual_out, weight, mean, rstd, seed)
+        ctx.module, ctx.eps, ctx.weight_offset, ctx.p, ctx.post_norm = module, eps, weight_offset, p, post_norm
         ctx.dtypes = (x.dtype, residual.dtype, None if bias is None else bias.dtype)
-        return y, total
+        return y, residual_out, *hidden
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, dtotal: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         total, weight, mean, rstd, seed = ctx.saved_tensors
         need = ctx.needs_input_grad[2:6]
+        if ctx.post_norm and dy is None:
+            dy, dresidual_out = dresidual_out, None  # one gradient of the norm is as good as the other
         second = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if dy is None or second:
-            grads = _bwd_in_torch(ctx, dy, dtotal, total, weight, mean is not None, seed, need)
+        if dy is None or dtotal is not None or second:
+            grads = _bwd_in_torch(ctx, dy, dresidual_out, dtotal, total, weight, mean is not None, seed, need)
         else:
-            dy, dtotal = _unit_stride(dy), None if dtotal is None else _unit_stride(dtotal)
+            dy, dresidual_out = _unit_stride(dy), None if dresidual_out is None else _unit_stride(dresidual_out)
             x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+            given = (dy, dresidual_out, total, weight)
             if mean is not None:
                 dx, dresidual, dweight, dbias = ctx.module.add_layer_norm_bwd(
-                    dy, dtotal, total, weight, mean, rstd, seed, ctx.p, need, x_dtype, residual_dtype, bias_dtype
+                    *given, mean, rstd, seed, ctx.p, ctx.post_norm, need, x_dtype, residual_dtype, bias_dtype
                 )
             else:
                 dx, dresidual, dweight = ctx.module.add_rms_norm_bwd(
-                    dy, dtotal, total, weight, rstd, ctx.weight_offset, seed, ctx.p, need[:3], x_dtype, residual_dtype
+                    *given, rstd, ctx.weight_offset, seed, ctx.p, ctx.post_norm, need[:3], x_dtype, residual_dtype
                 )
                 dbias = None
             grads = (dresidual if need[0] and dx is None else dx, dresidual, dweight, dbias)
-        return None, None, *grads, *(None,) * 6
+        return None, None, *grads, *(None,) * 8
 
 
 def _unit_stride(grad: Tensor) -> Tensor:
@@ -348,12 +377,16 @@ def _unit_stride(grad: Tensor) -> Tensor:
 
 
 def _bwd_in_torch(
-    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, centred: bool,
-    seed: Tensor | None, need: Sequence[bool],
+    ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, dtotal: Tensor | None, total: Tensor,
+    weight: Tensor | None, centred: bool, seed: Tensor | None, need: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, residual, weight and bias in differentiable torch ops, from whichever dy there are."""
     acc = wide(total.dtype)
-    dsum = None if dtotal is None else dtotal.to(acc)
+    dy, dresidual_out, dsum = (None if grad is None else grad.to(acc) for grad in (dy, dresidual_out, dtotal))
+    if not ctx.post_norm:
+        dsum = dresidual_out
+    elif dy is not None and dresidual_out is not None:
+        dy = dy + dresidual_out
     dweight = dbias = None
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     if dy is not None:
@@ -364,8 +397,8 @@ def _bwd_in_torch(
 
         def norm() -> Tensor:
             if centred:
-                return layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps, ctx.dtype)
-            return rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset, ctx.dtype)
+                return layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps)
+            return rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset)
 
         wanted = (need[0] or need[1], *need[2:])
         dnorm, dweight, dbias = differentiate(norm, (x, weight, bias), wanted, dy)
@@ -382,16 +415,18 @@ def _wrap(centred: bool) -> Callable[[ModuleType], Callable[..., Pair]]:
 
     def wrap(module: ModuleType) -> Callable[..., Pair]:
         def run(input: Tensor, residual: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> Pair:
-            bias, eps, weight_offset, p, dtype, residual_dtype = (
+            bias, eps, weight_offset, p, post_norm, dtype, residual_dtype = (
                 (rest[0], rest[1], 0.0, *rest[2:]) if centred else (None, *rest)
             )
             hidden = math.prod(shape)
             weight, bias = (None if t is None else flat_parameter(t, hidden) for t in (weight, bias))
-            y, total = _AddNorm.apply(
+            differentiable = (t is not None and t.requires_grad for t in (input, residual, weight, bias))
+            keep_total = post_norm and torch.is_grad_enabled() and any(differentiable)
+            y, residual_out, *_ = _AddNorm.apply(
                 module, centred, rows_of(input, hidden), rows_of(residual, hidden), weight, bias, draw_seed(p, input),
-                eps, weight_offset, p, dtype, residual_dtype or residual.dtype,
+                eps, weight_offset, p, post_norm, keep_total, dtype, residual_dtype or residual.dtype,
             )  # fmt: skip
-            return y.view(input.shape), total.view(input.shape)
+            return y.view(input.shape), residual_out.view(input.shape)
 
         return run
 
@@ -435,23 +470,32 @@ def _cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Calla
             for shape, n in _SHAPES + (_FULL_SHAPES if full else ())
             for mix in (uniform, narrow, stream)
         )
+        yield from (
+            case(shape, n, stream, options={"post_norm": True}) for shape, n in _SHAPES + (_FULL_SHAPES if full else ())
+        )
         mixes = [
             (x, r, o, w, w, y) for x in (_32, _16, _B) for r in (_32, _16, _B) for o in (None, _32, _16, _B)
             for w in (_32, x) for y in (None, _32, _16, _B)
         ] if full else []  # fmt: skip
         yield from (
-            case((33, 136), 1, mix, options=option) for mix in (*_MIXES, *mixes) for option in ({}, {"dropout_p": 0.5})
+            case((33, 136), 1, mix, options=option)
+            for mix in (*_MIXES, *mixes)
+            for option in ({}, {"dropout_p": 0.5}, {"dropout_p": 0.5, "post_norm": True})
         )
         yield from (
-            case((9, 768), 1, mix, layout=layout, options={"dropout_p": 0.1})
+            case((9, 768), 1, mix, layout=layout, options=option)
             for layout in LAYOUTS
-            for mix in (uniform, narrow)
+            for mix, option in (
+                (uniform, {"dropout_p": 0.1}),
+                (narrow, {"dropout_p": 0.1}),
+                (stream, {"post_norm": True}),
+            )
             if layout != "contiguous"
         )
         yield from (
-            case((6, 512), 1, mix, values=values)
+            case((6, 512), 1, mix, values=values, options=option)
             for values in VALUES
-            for mix in (uniform, stream)
+            for mix, option in ((uniform, {}), (stream, {}), (stream, {"post_norm": True}))
             if values != "normal"
         )
         yield from (case((9, 768), 1, stream, options=option) for option in ({"dropout_p": 1.0}, *options))
@@ -470,11 +514,17 @@ def _condition(centred: bool) -> Callable[[Sample, Pair], dict[str, Tensor]]:
         factor, p = torch.ones((), dtype=dy.dtype, device=dy.device), args.get("dropout_p", 0.0)
         if args.get("seed") is not None:
             factor = dropout_factor(args["seed"], p, dy.shape, dims, dy.dtype)
-        found = of_norm(replace(sample, kwargs={**args, "input": args["rounded"]}), dy)
-        both = found["input"] + dsum.abs()
+        of_total = replace(sample, kwargs={**args, "input": args["rounded"]})
+        if args.get("post_norm"):  # both gradients are the norm's
+            found = of_norm(of_total, dy + dsum)
+            both, residual_out = found["input"], found["output"]
+        else:
+            found = of_norm(of_total, dy)
+            both = found["input"] + dsum.abs()
+            residual_out = args["residual"].abs() + args["input"].abs() * factor + torch.finfo(sample.arithmetic).tiny
         return {
             **found,
-            "residual_out": args["residual"].abs() + args["input"].abs() * factor + torch.finfo(sample.arithmetic).tiny,
+            "residual_out": residual_out,
             "residual": both,
             "input": torch.where(both.isinf(), both, both * factor),  # 0·inf is no bound either
         }
@@ -486,19 +536,29 @@ def _terms(case: Case) -> dict[str, int]:
     hidden = math.prod(norm_parameter_shape(case))
     rows = math.prod(case.shape) // max(hidden, 1)
     across = dict.fromkeys(("output", "input", "residual"), hidden)
-    return {**across, "residual_out": 2, "weight": rows * hidden, "bias": rows}
+    of_residual_out = hidden if case.options.get("post_norm") else 2
+    return {**across, "residual_out": of_residual_out, "weight": rows * hidden, "bias": rows}
+
+
+def _pinned(function: Callable[..., Pair], kwargs: Mapping[str, Any], results: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sum as it was rounded; a post-norm call shows it only in its like without ``post_norm``."""
+    if not kwargs.get("post_norm"):
+        return {"rounded": results["residual_out"]}
+    with torch.no_grad():
+        return {"rounded": function(**{**kwargs, "post_norm": False})[1]}
 
 
 def _bytes_moved(sample: Sample, direction: str) -> int:
     """Count input, residual, sum and output forward; sum, dy, dsum and the summands' gradients backward.
 
-    Those are one tensor where neither dropout nor a dtype tells them apart.
+    Those are one tensor where neither dropout nor a dtype tells them apart. A post-norm call stores the sum as well.
     """
     x, residual = sample.kwargs["input"], sample.kwargs["residual"]
     out = (sample.kwargs.get("out_dtype") or x.dtype).itemsize
     total = (sample.kwargs.get("residual_dtype") or residual.dtype).itemsize
     if direction == "fwd":
-        return int(x.numel() * (x.itemsize + residual.itemsize + total + out))
+        stored = 2 * total if sample.kwargs.get("post_norm") else total
+        return int(x.numel() * (x.itemsize + residual.itemsize + stored + out))
     one = x.dtype is residual.dtype and not sample.kwargs.get("dropout_p")
     return int(x.numel() * (2 * total + out + residual.itemsize + (0 if one else x.itemsize)))
 
@@ -512,6 +572,8 @@ def _draw_options(
             options["dropout_p"] = random.choice((0.1, 0.5, 1.0, random.random()))
         if random.random() < 0.5 and dtypes["residual"] is not _64:
             options["residual_dtype"] = random.choice((_32, _16, _B))
+        if random.random() < 0.3:
+            options["post_norm"] = True
         return options
 
     return draw
@@ -538,7 +600,7 @@ registry.register(
         grads=("input", "residual", "weight", "bias"),
         like_input=("residual",),
         outputs=("output", "residual_out"),
-        pinned={"residual_out": "rounded"},
+        pinned=_pinned,
         parameter_shape=norm_parameter_shape,
         cases=_cases(("input", "residual", "weight", "bias"), ({"eps": 1e-12}, {"dropout_p": 1e-3})),
         condition=_condition(centred=True),
@@ -560,7 +622,7 @@ registry.register(
         grads=("input", "residual", "weight"),
         like_input=("residual",),
         outputs=("output", "residual_out"),
-        pinned={"residual_out": "rounded"},
+        pinned=_pinned,
         parameter_shape=norm_parameter_shape,
         cases=_cases(("input", "residual", "weight"), ({"eps": 1e-12}, {"weight_offset": 1.0, "dropout_p": 0.5})),
         condition=_condition(centred=False),

@@ -22,6 +22,7 @@ struct Case {
   bool wants_residual = true;
   bool wants_input = true;
   int device = 0;  // of kDevices
+  bool post_norm = false;
 };
 
 // With less shared memory, the backward kernel lays rows over a block in another way, and forward stages none.
@@ -32,7 +33,8 @@ std::string describe(const Case& c) {
   const auto name = [&](DType dtype) { return std::string(names[int(dtype)]); };
   return std::string(c.rms ? "rms " : "layer ") + std::to_string(c.rows) + "x" + std::to_string(c.hidden) + " " +
          name(c.x) + "+" + name(c.residual) + "=" + name(c.sum) + "->" + name(c.y) + " w " + name(c.param) + " p " +
-         std::to_string(c.p) + " skew " + std::to_string(c.skew) + " device " + std::to_string(c.device);
+         std::to_string(c.p) + " skew " + std::to_string(c.skew) + " device " + std::to_string(c.device) +
+         (c.post_norm ? " post-norm" : "");
 }
 
 void expect(const Case& c, const char* what, const Array& out, int64_t i, double truth, double condition) {
@@ -67,6 +69,7 @@ void run(const Case& c) {
   Array x(c.x, strided, c.skew), residual(c.residual, strided, c.skew), dy(c.y, strided, c.skew);
   Array dsum(c.sum, strided, c.skew), w(c.param, n), b(c.param, n);
   Array sum(c.sum, c.rows * n, c.skew), y(c.y, c.rows * n, c.skew), mean(stats, c.rows), rstd(stats, c.rows);
+  Array again(c.sum, c.rows * n, c.skew), alone(c.sum, c.rows * n, c.skew);
   Array dresidual(c.residual, c.rows * n, c.skew), dinput(c.x, c.rows * n, c.skew), dw(c.param, n), db(c.param, n);
   for (Array* a : {&x, &residual, &dy, &dsum}) a->fill(strided);
   for (Array* a : {&w, &b}) a->fill(n);
@@ -97,7 +100,13 @@ void run(const Case& c) {
   fwd.dropout = dropout;
   fwd.sum = sum.data();
   fwd.sum_dtype = c.sum;
+  fwd.residual_out = c.post_norm ? again.data() : nullptr;
   expect_launch(c, fusedops::cuda::norm_fwd(fwd, nullptr));
+  if (c.post_norm) {  // as without a gradient, when no one wants the sum
+    auto last = fwd;
+    last.sum = last.residual_out = alone.data();
+    expect_launch(c, fusedops::cuda::norm_fwd(last, nullptr));
+  }
 
   fusedops::NormBwd bwd{};
   bwd.rms = c.rms;
@@ -122,6 +131,7 @@ void run(const Case& c) {
   bwd.add = true;
   bwd.dsum = c.dsum ? dsum.data() : nullptr;
   bwd.dsum_stride = stride;
+  bwd.post_norm = c.post_norm && c.dsum;
   bwd.dinput = c.wants_input ? dinput.data() : nullptr;
   bwd.dinput_dtype = c.x;
   bwd.dropout = dropout;
@@ -134,6 +144,8 @@ void run(const Case& c) {
   for (int64_t r = 0; r < c.rows; ++r) {
     double m = 0, var = 0, sum_g = 0, sum_gx = 0, abs_g = 0, abs_gx = 0, largest = 0;
     const auto at = [&](int64_t i) { return sum.get(r * n + i); };
+    const auto elsewhere_at = [&](int64_t i) { return c.dsum ? dsum.get(r * stride + i) : 0; };
+    const auto dy_at = [&](int64_t i) { return dy.get(r * stride + i) + (c.post_norm ? elsewhere_at(i) : 0); };
     for (int64_t i = 0; i < n; ++i) {
       const double kept = x.get(r * stride + i) * factor_of(dropout, r, i), rest = residual.get(r * stride + i);
       rounded.set(0, c.x == DType::f64 ? kept + rest : float(kept) + float(rest));
@@ -146,16 +158,19 @@ void run(const Case& c) {
     const double s = 1 / std::sqrt(var + 1e-5), amplify = 1 + largest * s;
     const auto weight = [&](int64_t i) { return c.affine ? w.get(i) + fwd.weight_offset : 1.0; };
     for (int64_t i = 0; i < n; ++i) {
-      const double g = dy.get(r * stride + i) * weight(i), xhat = (at(i) - m) * s;
+      const double g = dy_at(i) * weight(i), xhat = (at(i) - m) * s;
       sum_g += c.rms ? 0 : g / n, sum_gx += g * xhat / n, abs_g += std::abs(g) / n, abs_gx += std::abs(g * xhat) / n;
     }
     for (int64_t i = 0; i < n; ++i) {
-      const double d = dy.get(r * stride + i), xhat = (at(i) - m) * s, g = d * weight(i);
+      const double d = dy_at(i), xhat = (at(i) - m) * s, g = d * weight(i);
       const double out = xhat * weight(i) + (fwd.bias ? b.get(i) : 0), factor = factor_of(dropout, r, i);
-      const double elsewhere = c.dsum ? dsum.get(r * stride + i) : 0;
+      const double elsewhere = c.post_norm ? 0 : elsewhere_at(i);
       const double both = s * (g - sum_g - xhat * sum_gx) + elsewhere;
       const double condition = s * (std::abs(g) + abs_g + std::abs(xhat) * abs_gx) * amplify + std::abs(elsewhere);
-      expect(c, "y", y, r * n + i, out, std::abs(weight(i)) * largest * s + std::abs(out));
+      const double terms = std::abs(weight(i)) * largest * s + std::abs(out);
+      expect(c, "y", y, r * n + i, out, terms);
+      if (c.post_norm) expect(c, "residual_out", again, r * n + i, out, terms);
+      if (c.post_norm) expect(c, "residual_out, no sum kept", alone, r * n + i, out, terms);
       if (c.wants_residual) expect(c, "dresidual", dresidual, r * n + i, both, condition);
       if (c.wants_input) expect(c, "dinput", dinput, r * n + i, both * factor, condition * factor);
       dw_truth[i] += d * xhat, dw_condition[i] += std::abs(d) * (std::abs(xhat) + amplify);
@@ -192,12 +207,17 @@ int main() {
         return Case{rms, rows, hidden, m.x, m.residual, m.sum, m.y, m.param, p};
       };
       const int64_t vec = m.sum == f32 ? 4 : 8;
-      run(with(5, 32 * vec, 0.5));
-      Case c = with(6, 40, 0.25);
+      Case c = with(5, 32 * vec, 0.5);
+      run(c);
+      c.hidden -= vec, c.post_norm = true;
+      run(c);
+      c = with(6, 40, 0.25);
       c.pad = 8;
       c.dsum = false;
       run(c);
       c.skew = 1, c.dsum = true;  // wide kernels
+      run(c);
+      c.post_norm = true;
       run(c);
       for (const int64_t held : {2, 3, 4}) {  // vectors a thread; no parameters: their finish is slow here
         c = with(2, 32 * held * vec - vec, 0.5);
@@ -208,6 +228,8 @@ int main() {
       c = with(2, 2050, 0.5);
       c.affine = false, c.device = 3;  // rows of forward are read again, backward has no room for a ring
       run(c);
+      c.post_norm = true;
+      run(c);
       for (const int device : {1, 2}) {
         c = with(2, 3072, 0.5);
         c.affine = false, c.device = device;
@@ -215,7 +237,10 @@ int main() {
       }
     }
     for (const auto& m : others) {
-      run({rms, 5, 96, m.x, m.residual, m.sum, m.y, m.param, 0.5});
+      Case c{rms, 5, 96, m.x, m.residual, m.sum, m.y, m.param, 0.5};
+      run(c);
+      c.post_norm = true;
+      run(c);
       run({rms, 3, 41, m.x, m.residual, m.sum, m.y, m.param, 0.0, true, /*skew=*/1, /*pad=*/3});
     }
     run({rms, 3, 64, bf16, f32, f32, bf16, f32, 0.5, true, 0, 0, true, /*wants_residual=*/false});

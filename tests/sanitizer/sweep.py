@@ -34,28 +34,31 @@ MIXES = [
 
 
 def chosen(spec: OpSpec, full: bool) -> list[Case]:
-    """Quick cases, and the widest of all, which takes other kernels."""
+    """Quick cases, and with each set of options the widest of all, which takes other kernels."""
 
     def width_and_smallness(case: Case) -> tuple[int, int]:
         return math.prod(case.shape[len(case.shape) - case.normalized :]), -math.prod(case.shape)
 
     quick = list(spec.cases("quick"))
-    return [*quick[:: 1 if full else EVERY], max(spec.cases("full"), key=width_and_smallness)]
+    widest = {tuple(case.options): case for case in sorted(spec.cases("full"), key=width_and_smallness)}
+    return [*quick[:: 1 if full else EVERY], *widest.values()]
 
 
 def run_ops(backend: str, full: bool) -> int:
-    """Call every op on its cases, forward and backward; returns how many were served."""
+    """Call every op on its cases, forward and backward, and forward alone; returns how many were served."""
     served = 0
     for spec in OPS.values():
         for case in chosen(spec, full):
             if testing.refused(spec, case, backend, "cuda"):
                 continue
             sample = testing.make_sample(spec, case, "cuda")
-            testing.run(
-                lambda spec=spec, **kwargs: spec.function(**kwargs, backend=backend),
-                sample,
-                lambda output, case=case: testing.make_grad(case, output),
-            )
+            for wanted in (sample.grads, ()):
+                testing.run(
+                    lambda spec=spec, **kwargs: spec.function(**kwargs, backend=backend),
+                    sample,
+                    lambda output, case=case: testing.make_grad(case, output),
+                    wanted,
+                )
             served += 1
     return served
 

@@ -69,6 +69,7 @@ class _Rows(NamedTuple):
     """What every backward kernel takes first, in its order."""
 
     dy: Tensor
+    more_dy: Tensor | None  # of a post-norm call, which has two
     x: Tensor
     weight: Tensor | None
     mean: Tensor | None
@@ -76,10 +77,11 @@ class _Rows(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """What a forward kernel takes last, in its order: the rows to add, where the sums go, and dropout."""
+    """What a forward kernel takes last, in its order: the rows to add, where sums and a second y go, and dropout."""
 
     residual: Tensor | None = None
     sum: Tensor | None = None
+    again: Tensor | None = None
     seed: Tensor | None = None
     residual_stride: int = 0
     threshold: int = 0
@@ -276,7 +278,8 @@ def norm_fwd(
     config = row_config(FORWARD, hidden)
     if config is None:
         wide = FORWARD_WIDE
-        read = [t for t in (added.sum if added.sum is not None else x, weight, bias) if t is not None]
+        rows_read = (x, added.residual) if added.sum is None else (added.sum,)
+        read = [t for t in (*rows_read, weight, bias) if t is not None]
         shared_bytes, tiles = device_limits(x.device).shared_bytes, RowTiles(wide.width, 0, True)
         stages = stages_that_fit(wide, tiles, sum(t.element_size() for t in read), shared_bytes)
         meta = {"CENTER": mean is not None, "BLOCK": wide.width, "STAGES": stages}
@@ -303,6 +306,7 @@ def norm_bwd(
     need_dbias: bool,
     bias_dtype: torch.dtype | None,
     summands: Summands = Summands(),  # noqa: B008  # a constant
+    more_dy: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Fill dx and, of an add + norm, ``summands.dinput``; return dx, dweight and dbias."""
     rows, hidden = x.shape[0], int(x.shape[1])
@@ -320,9 +324,9 @@ def norm_bwd(
         torch.empty(programs * hidden, dtype=torch.float32, device=x.device) if wanted else None
         for wanted in (need_dweight, need_dbias)
     )
-    tensors = _Rows(dy, x, weight, mean, rstd)
+    tensors = _Rows(dy, more_dy, x, weight, mean, rstd)
     outputs = (dx, dw_partial, db_partial)
-    sizes = (rows, hidden, dy.stride(0), x.stride(0), weight_offset)
+    sizes = (rows, hidden, dy.stride(0), 0 if more_dy is None else more_dy.stride(0), x.stride(0), weight_offset)
     if config is not None:
         _bwd_in_registers(run, config, tensors, outputs, sizes, summands, programs)
     else:
@@ -356,10 +360,11 @@ def _bwd_in_registers(
     summands: Summands,
     programs: int,
 ) -> None:
-    dy, x, _, mean, _ = tensors
+    dy, more_dy, x, _, mean, _ = tensors
     tiles = row_tiles(int(x.shape[1]), config.split)
     shared_bytes = device_limits(x.device).shared_bytes
-    bytes_per_column = dy.element_size() + x.element_size() * (1 if summands.dsum is None else 2)
+    staged = (dy, more_dy, x, summands.dsum)
+    bytes_per_column = sum(0 if tensor is None else tensor.element_size() for tensor in staged)
     stages = stages_that_fit(config, tiles, bytes_per_column, shared_bytes)
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
     run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes, *summands), meta, config.warps)
@@ -373,14 +378,17 @@ def _bwd_in_blocks(
     summands: Summands,
     programs: int,
 ) -> None:
-    _, x, _, mean, rstd = tensors
+    dy, more_dy, x, weight, mean, rstd = tensors
     rows, hidden = x.shape[0], int(x.shape[1])
     center = mean is not None
     means: tuple[Tensor | None, Tensor | None] = (None, None)
     if outputs[0] is not None or summands.dinput is not None:
         means = (torch.empty_like(rstd) if center else None, torch.empty_like(rstd))
         config = BACKWARD_WIDE_MEANS
-        meta = {"CENTER": center, "BLOCK": config.width, "STAGES": config.stages}
+        bytes_per_column = sum(0 if tensor is None else tensor.element_size() for tensor in (dy, more_dy, x, weight))
+        shared_bytes = device_limits(x.device).shared_bytes
+        stages = stages_that_fit(config, RowTiles(config.width, 0, True), bytes_per_column, shared_bytes)
+        meta = {"CENTER": center, "BLOCK": config.width, "STAGES": stages}
         run(kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
     config = BACKWARD_WIDE
     meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "STAGES": config.stages}

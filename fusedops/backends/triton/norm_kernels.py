@@ -8,7 +8,8 @@
 RMSNorm is the same without mean, mean(g) and bias (`CENTER=False`).
 
 An add + norm has x = residual + dropout(input), rounded and stored in `sum_ptr`'s dtype before it is normalised; its
-backward adds `dsum`, the gradient that x has from elsewhere, to dx. What is None costs nothing.
+backward adds `dsum`, the gradient that x has from elsewhere, to dx. In post-norm mode y is stored twice, the second
+time in the sum's dtype, and has two gradients, which are added first. What is None costs nothing.
 
 A row that fits one program is one or two power-of-two tiles (`MAIN`, `TAIL`; 5120 is 4096 + 1024), so that common
 widths waste no lanes. Wider rows are walked in blocks. Every value is converted to fp32 as it is loaded.
@@ -30,18 +31,31 @@ def _load_rows(ptr, row, stride, cols, mask):
 
 
 @triton.jit
+def _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask):
+    """Rows of the gradient of y, from both that it has in post-norm mode."""
+    dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
+    if more_dy_ptr is not None:
+        dy += _load_rows(more_dy_ptr, row, more_dy_stride, cols, mask)
+    return dy
+
+
+@triton.jit
 def _load_sum(
-    x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, start, cols, mask, hidden,
+    x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, start, cols, mask, hidden,
     seed_ptr, threshold, keep_scale,
 ):  # fmt: skip
-    """Rows of x; of an add + norm rows of residual + dropout(x) as they are rounded and stored."""
+    """Rows of x; of an add + norm rows of residual + dropout(x) as they are rounded and, where wanted, stored."""
     x = _load_rows(x_ptr, row, x_stride, cols, mask)
     if residual_ptr is not None:
         if seed_ptr is not None:
             x = x * dropout_factor(seed_ptr, threshold, keep_scale, row, start, cols.shape[0])
-        total = (x + _load_rows(residual_ptr, row, residual_stride, cols, mask)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row[:, None] * hidden + cols[None, :], total, mask=mask)
-        x = total.to(tl.float32)
+        total = x + _load_rows(residual_ptr, row, residual_stride, cols, mask)
+        if sum_ptr is not None:
+            rounded = total.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + row[:, None] * hidden + cols[None, :], rounded, mask=mask)
+        else:
+            rounded = total.to(again_ptr.dtype.element_ty)
+        x = rounded.to(tl.float32)
     return x
 
 
@@ -91,10 +105,15 @@ def _load_weight(ptr, cols, hidden, weight_offset, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASKED: tl.constexpr):
+def _store_norm(
+    x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASKED: tl.constexpr
+):
     y = (x - mean[:, None]) * rstd[:, None]
     y = y * _load_weight(w_ptr, cols, hidden, weight_offset, MASKED) + _load_param(b_ptr, cols, hidden, 0.0, MASKED)
-    tl.store(y_ptr + row[:, None] * hidden + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    at = row[:, None] * hidden + cols[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if again_ptr is not None:
+        tl.store(again_ptr + at, y.to(again_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -131,7 +150,8 @@ def norm_fwd_kernel(
     eps,
     weight_offset,
     residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
-    sum_ptr,  # [rows, hidden]
+    sum_ptr,  # [rows, hidden], or None where again_ptr is given and no one reads the sum
+    again_ptr,  # [rows, hidden]: y once more, in post-norm mode, or None
     seed_ptr,  # [2] int64 or None
     residual_stride,
     threshold,
@@ -148,13 +168,13 @@ def norm_fwd_kernel(
     cols = tl.arange(0, MAIN)
     MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
     mask = _row_mask(live, cols, hidden, MASK_MAIN)
-    x = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, 0, cols, mask, hidden,
+    x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, 0, cols, mask, hidden,
                   seed_ptr, threshold, keep_scale)  # fmt: skip
     if TAIL > 0:
         tail_cols = MAIN + tl.arange(0, TAIL)
         tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
-        tail = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, MAIN, tail_cols, tail_mask,
-                         hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
+        tail = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, MAIN, tail_cols,
+                         tail_mask, hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
 
     mean = tl.zeros([ROWS], tl.float32)
     if CENTER:
@@ -177,9 +197,10 @@ def norm_fwd_kernel(
     rstd = 1.0 / tl.sqrt_rn(variance + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
     tl.store(rstd_ptr + row, rstd, mask=live)
 
-    _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASK_MAIN)
+    _store_norm(x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASK_MAIN)
     if TAIL > 0:
-        _store_norm(tail, y_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, mean, rstd, weight_offset, MASKED)
+        _store_norm(tail, y_ptr, again_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, mean, rstd, weight_offset,
+                    MASKED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -196,7 +217,8 @@ def norm_fwd_wide_kernel(
     eps,
     weight_offset,
     residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
-    sum_ptr,  # [rows, hidden]
+    sum_ptr,  # [rows, hidden], or None where again_ptr is given and no one reads the sum
+    again_ptr,  # [rows, hidden]: y once more, in post-norm mode, or None
     seed_ptr,  # [2] int64 or None
     residual_stride,
     threshold,
@@ -217,15 +239,15 @@ def norm_fwd_wide_kernel(
     lane_squares = tl.zeros([1, BLOCK], tl.float32)
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
         inside = (start + lane < hidden)[None, :]
-        x = _load_sum(x_ptr, residual_ptr, sum_ptr, row, x_stride, residual_stride, start, start + lane, inside, hidden,
-                      seed_ptr, threshold, keep_scale)  # fmt: skip
+        x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, start, start + lane,
+                      inside, hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
         if CENTER:
             step = tl.where(inside, x - lane_mean, 0.0)
             lane_mean += step / (start // BLOCK + 1)
             lane_squares += step * (x - lane_mean)
         else:
             lane_squares += x * x
-    if residual_ptr is not None:
+    if sum_ptr is not None:
         tl.debug_barrier()  # the sum is read back below, perhaps by other threads than wrote it
 
     mean = tl.zeros([1], tl.float32)
@@ -240,11 +262,12 @@ def norm_fwd_wide_kernel(
     for start in tl.range(0, hidden, BLOCK, num_stages=STAGES):
         cols = start + lane
         mask = (cols < hidden)[None, :]
-        if residual_ptr is not None:
+        if sum_ptr is not None:
             x = _load_rows(sum_ptr, row, hidden, cols, mask)
         else:
-            x = _load_rows(x_ptr, row, x_stride, cols, mask)
-        _store_norm(x, y_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, True)
+            x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, start, cols, mask,
+                          hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
+        _store_norm(x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, True)
 
 
 @triton.jit
@@ -255,6 +278,7 @@ def _store_partial(ptr, partial, program, cols, hidden, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_bwd_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
+    more_dy_ptr,  # [rows, hidden], row stride more_dy_stride: another gradient of y, or None
     x_ptr,  # [rows, hidden], row stride x_stride
     w_ptr,  # [hidden] or None
     mean_ptr,  # [rows] fp32, None for RMSNorm
@@ -265,6 +289,7 @@ def norm_bwd_kernel(
     rows,
     hidden,
     dy_stride,
+    more_dy_stride,
     x_stride,
     weight_offset,
     dsum_ptr,  # [rows, hidden], row stride dsum_stride, or None, as all below in a plain norm
@@ -302,11 +327,11 @@ def norm_bwd_kernel(
         live = row < rows
         mask = _row_mask(live, cols, hidden, MASK_MAIN)
         xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
-        dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
+        dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask)
         if TAIL > 0:
             tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
             tail_xhat = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
-            tail_dy = _load_rows(dy_ptr, row, dy_stride, tail_cols, tail_mask)
+            tail_dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, tail_cols, tail_mask)
         rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
         if CENTER:
             mean = tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
@@ -369,6 +394,7 @@ def _total(high, low):
 @triton.jit(do_not_specialize=["rows"])
 def norm_bwd_wide_means_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
+    more_dy_ptr,  # [rows, hidden], row stride more_dy_stride: another gradient of y, or None
     x_ptr,  # [rows, hidden], row stride x_stride
     w_ptr,  # [hidden] or None
     mean_ptr,  # [rows] fp32, None for RMSNorm
@@ -378,6 +404,7 @@ def norm_bwd_wide_means_kernel(
     rows,
     hidden,
     dy_stride,
+    more_dy_stride,
     x_stride,
     weight_offset,
     CENTER: tl.constexpr,
@@ -397,6 +424,8 @@ def norm_bwd_wide_means_kernel(
         inside = cols < hidden
         xhat = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row * dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if more_dy_ptr is not None:
+            g += tl.load(more_dy_ptr + row * more_dy_stride + cols, mask=inside, other=0.0).to(tl.float32)
         if w_ptr is not None:
             g *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32) + tl.cast(weight_offset, tl.float32)
         else:
@@ -413,6 +442,7 @@ def norm_bwd_wide_means_kernel(
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_bwd_wide_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
+    more_dy_ptr,  # [rows, hidden], row stride more_dy_stride: another gradient of y, or None
     x_ptr,  # [rows, hidden], row stride x_stride
     w_ptr,  # [hidden] or None
     mean_ptr,  # [rows] fp32, None for RMSNorm
@@ -425,6 +455,7 @@ def norm_bwd_wide_kernel(
     rows,
     hidden,
     dy_stride,
+    more_dy_stride,
     x_stride,
     weight_offset,
     dsum_ptr,  # [rows, hidden], row stride dsum_stride, or None, as all below in a plain norm
@@ -449,7 +480,7 @@ def norm_bwd_wide_kernel(
         live = row < rows
         mask = _row_mask(live, cols, hidden, True)
         xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
-        dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
+        dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask)
         rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
         if CENTER:
             xhat -= tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]

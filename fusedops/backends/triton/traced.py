@@ -82,11 +82,13 @@ def add_norm_fwd(
     weight_offset: float,
     seed: Tensor | None,
     dropout_p: float,
+    post_norm: bool,
+    keep_total: bool,
     out_dtype: torch.dtype,
     residual_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As ``add_norm.add_norm_fwd``."""
-    y, residual_out, mean, rstd = add_norm.add_norm_fwd(
+    y, residual_out, total, mean, rstd = add_norm.add_norm_fwd(
         launch_traced,
         x,
         residual,
@@ -97,23 +99,26 @@ def add_norm_fwd(
         weight_offset,
         seed,
         dropout_p,
+        post_norm,
+        keep_total,
         out_dtype,
         residual_dtype,
     )
-    return y, residual_out, _given(mean, x), rstd
+    return y, residual_out, _given(total, x), _given(mean, x), rstd
 
 
 @op("fusedops_triton::add_norm_bwd")
 def add_norm_bwd(
     dy: Tensor,
     dresidual_out: Tensor | None,
-    residual_out: Tensor,
+    total: Tensor,
     weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
     weight_offset: float,
     seed: Tensor | None,
     dropout_p: float,
+    post_norm: bool,
     need: list[bool],
     input_dtype: torch.dtype,
     residual_dtype: torch.dtype,
@@ -121,10 +126,10 @@ def add_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``add_norm.add_norm_bwd``."""
     grads = add_norm.add_norm_bwd(
-        launch_traced, dy, dresidual_out, residual_out, weight, mean, rstd, weight_offset, seed, dropout_p, need,
+        launch_traced, dy, dresidual_out, total, weight, mean, rstd, weight_offset, seed, dropout_p, post_norm, need,
         input_dtype, residual_dtype, bias_dtype,
     )  # fmt: skip
-    dinput, dresidual, dweight, dbias = (_given(grad, residual_out) for grad in grads)
+    dinput, dresidual, dweight, dbias = (_given(grad, total) for grad in grads)
     return dinput, dresidual, dweight, dbias
 
 
