@@ -472,9 +472,9 @@ def first_infinite(dtype: torch.dtype) -> float:
 
 def _error(got: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
     """Return |got − want|; an inf that stands for an overflow counts as the first number that rounds to it."""
-    limit = want.abs().clamp(min=first_infinite(dtype))
-    overflow = got.isinf() & want.isfinite() & (got.sign() == want.sign())
-    error = (torch.where(overflow, limit.copysign(want), got) - want).abs()
+    first = first_infinite(dtype)
+    limit = torch.where(got.sign() == want.sign(), want.abs().clamp(min=first), first)
+    error = (torch.where(got.isinf() & want.isfinite(), limit.copysign(got), got) - want).abs()
     same = (got == want) | (got.isnan() & want.isnan())
     return torch.where(same, 0.0, error.nan_to_num(math.inf, math.inf))
 

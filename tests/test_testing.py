@@ -167,6 +167,12 @@ def test_nan_where_pytorch_stays_finite_fails(name: str) -> None:
     assert red(rms_outcome_of(case, lambda results: results[name].view(-1, 64)[-1, 5].fill_(math.nan))) == {name}
 
 
+@pytest.mark.parametrize("width", [1, 7])
+def test_rows_of_one_huge_number_have_no_bound(width: int) -> None:
+    """Their spread is 0, but a sum of squares begins with that of a number: PyTorch makes NaN of them on a CPU."""
+    assert outcome_of(a_case((6, width), F32, values="huge"), lambda results: None).passed
+
+
 def test_a_row_without_bound_leaves_others_and_dbias_judged() -> None:
     def spoil(results: dict[str, Tensor]) -> None:
         results["bias"][3] = math.nan
@@ -269,6 +275,13 @@ def test_overflow_of_the_result(got: float, want: float, passes: bool) -> None:
         torch.tensor([got], dtype=F16), torch.tensor([want], dtype=F64), torch.zeros(1, dtype=F64), 1
     )
     assert comparison.passed is passes, str(comparison)
+
+
+@pytest.mark.parametrize(("size", "passes"), [(1e12, True), (1e10, False)])
+def test_an_inf_of_either_sign_is_the_first_that_rounds_to_it(size: float, passes: bool) -> None:
+    """What cancels to 0 may be off by more than fp16 holds, to any side."""
+    zero, condition = torch.zeros(2, dtype=F64), torch.full((2,), size, dtype=F64)
+    assert testing.compare(torch.tensor([-math.inf, math.inf], dtype=F16), zero, condition, 2).passed is passes
 
 
 def test_zero_truth_allows_one_subnormal() -> None:

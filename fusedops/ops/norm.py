@@ -478,7 +478,8 @@ def norm_condition(centred: bool) -> Callable[[Sample, Tensor], dict[str, Tensor
             any_dx = wdy + wdy.mean(dims, keepdim=True) + reach * (wdy * reach).mean(dims, keepdim=True)
             dx = torch.where(gone, most * any_dx / unit, dx)
             dweight = torch.where(gone, dy.abs() * reach / unit, dweight)
-        boundless = (square * hidden > arithmetic.max) & square.isfinite() | gone & (eps < tiny)
+        squares = (square + size * size) * hidden if centred else square * hidden  # of x − 0: what a sum starts from
+        boundless = (squares > arithmetic.max) & square.isfinite() | gone & (eps < tiny)
         y, dx, dweight = (torch.where(boundless, math.inf, t) for t in (y, dx, dweight))
         rows = tuple(range(x.dim() - len(shape)))
         return {
