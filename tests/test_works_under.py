@@ -316,7 +316,7 @@ def test_compiled_subclasses(spec: OpSpec) -> None:
 @SPECS
 def test_explain_says_why_plain_torch(spec: OpSpec) -> None:
     def explained(x: Tensor) -> tuple[str, str]:
-        found = fusedops.explain(spec.function, *(x for _ in ("input", *spec.like_input)), 8)
+        found = fusedops.explain(spec.name, *(x for _ in ("input", *spec.like_input)), 8)
         return found.chosen, found.origin
 
     x, found = torch.ones(2, 8), []
