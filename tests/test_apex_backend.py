@@ -92,7 +92,7 @@ def test_extension_of_another_torch_is_a_reason_not_a_traceback(install, tmp_pat
         (layer_norm_call(F32, F32), "together or neither"),
         (layer_norm_call(torch.float64), "it takes torch.bfloat16"),
         (layer_norm_call(F32, rows=2**31 - 1), "elements"),
-        (layer_norm_call(F32, hidden=2**16 + 1), "at most 65536 fits"),
+        (layer_norm_call(F32, hidden=2**14 + 1), "at most 16384 fits"),
         (layer_norm_call(F32, compiling=True), "torch.compile"),
     ],
 )

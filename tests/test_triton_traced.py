@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -43,6 +44,10 @@ def reading_backend(launches: dict[str, int]) -> Any:
         def read(graph: torch.fx.GraphModule, _: Any) -> Any:
             calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
             launches[name] = sum("triton_kernel_wrapper" in call for call in calls)
+            for node in graph.graph.nodes:
+                if "constant_args_idx" in node.kwargs:
+                    constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"]).values()
+                    assert all(abs(value) < 2**31 for value in constants if isinstance(value, int)), "Inductor fails"
             (output,) = (node for node in graph.graph.nodes if node.op == "output")
 
             def zeros(node: Any) -> Any:

@@ -340,10 +340,20 @@ void finish_columns(const acc_t* partial, int64_t blocks, int64_t hidden, void* 
                     int64_t end) {
   for (int64_t from = begin; from < end; from += kColumns) {
     const int64_t width = std::min(kColumns, end - from);
-    double sums[kColumns] = {};
+    double sums[kColumns] = {}, low[kColumns] = {};
     for (int64_t b = 0; b < blocks; ++b) {
       const acc_t* row = partial + b * hidden + from;
-      for (int64_t j = 0; j < width; ++j) sums[j] += row[j];
+      for (int64_t j = 0; j < width; ++j) {
+        const double sum = sums[j] + row[j];
+        if constexpr (std::is_same_v<acc_t, double>) {  // what rounding took (Knuth's two-sum): fp64 has no wider type
+          const double added = sum - sums[j];
+          low[j] += (sums[j] - (sum - added)) + (row[j] - added);
+        }
+        sums[j] = sum;
+      }
+    }
+    for (int64_t j = 0; j < width; ++j) {
+      if (std::isfinite(low[j])) sums[j] += low[j];
     }
     with_dtype(dtype, [&](auto element) {
       using T = decltype(element);

@@ -61,7 +61,7 @@ __device__ inline acc_t join_warps(acc_t (*exchange)[2], acc_t inverse_hidden, C
     shift = mean - row_mean;
     mean = row_mean;
     other_mean -= row_mean;
-    other_squares += other_mean * other_mean * n;
+    other_squares += other_mean * (other_mean * n);  // in this order lanes without a warp add no 0 * inf
   }
   squares = warp_sum(other_squares);
   return shift;

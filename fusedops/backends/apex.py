@@ -4,11 +4,12 @@ Apex is known by its extensions, never by the name ``apex``, which on PyPI belon
 at the first call that asks for them: ``fused_layer_norm_cuda`` serves the norms, ``fast_layer_norm`` LayerNorm at its
 own list of widths. What Apex gets wrong is refused: its Adam (1 - beta2 in fp32), 16-bit weights (x̂, scaling and
 shift are each rounded to 16 bits: up to 1,200 times the bound near zero, measured on an H200), 16-bit input with fp32
-weights (its dispatch has no such case), rows wider than 65,536 (sums lose digits: 6 times the bound at 524,287), 2³¹
+weights (its dispatch has no such case), rows wider than 16,384 (sums lose digits: 2.6 times the bound at 65,535), 2³¹
 elements or more (32-bit offsets), tracing. The memory-efficient variant is not used (it loses the gradient of weights
 near zero). Its launches follow the current device, so the tensor's is made current.
 
-Numerics: fp32 statistics by Welford's method; built with fast math, so subnormals are flushed to zero. Deterministic.
+Numerics: fp32 statistics by Welford's method; built with fast math, so subnormals are flushed to zero; a row whose
+squares are more than fp32 holds becomes NaN (PyTorch's becomes the bias). Deterministic.
 
 Source: https://github.com/NVIDIA/apex (BSD-3-Clause).
 """
@@ -34,8 +35,7 @@ EXTENSIONS = {
     "fast_layer_norm": "LayerNorm at fixed widths",
 }
 FAST_WIDTHS = frozenset({
-    768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 14336, 15360, 16384, 18432,
-    20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536,
+    768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 14336, 15360, 16384,
 })  # fmt: skip
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NARROW = (torch.float16, torch.bfloat16)
@@ -108,7 +108,7 @@ def _refuse_adam(call: Call) -> str:
     )
 
 
-_NORM = Limits(_FLOATS, max_hidden=2**16, max_elements=_MAX_ELEMENTS, traceable=False, extra=_refuse_norm)
+_NORM = Limits(_FLOATS, max_hidden=2**14, max_elements=_MAX_ELEMENTS, traceable=False, extra=_refuse_norm)
 _ADAM = Limits(_FLOATS, extra=_refuse_adam)
 LIMITS = {"layer_norm": _NORM, "rms_norm": _NORM, "adam": _ADAM, "adamw": _ADAM}
 

@@ -216,7 +216,7 @@ int main() {
   run({true, 2, 1023, bf16, bf16, bf16, bf16});   // several warps a row
   run({true, 1, 16500, bf16, bf16, bf16, bf16});  // wide rows, staged
   for (const bool rms : {false, true}) {
-    for (const int64_t hidden : {41, 256, 2050}) run_beyond_squares(rms, hidden, hidden == 2050 ? 3 : 0);
+    for (const int64_t hidden : {41, 256, 1000, 2050}) run_beyond_squares(rms, hidden, hidden == 2050 ? 3 : 0);
   }
   printf("%d checks, %d failures, %ld launches\n", checks, failures, emulator::launches);
   return failures ? 1 : 0;

@@ -164,7 +164,7 @@ def add_norm_fwd(
     stored, again = (total, residual_out) if post_norm else (residual_out, None)
     rstd = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centred else None
-    added = Sum(residual, stored, again, seed, residual.stride(0), *threshold_and_scale(dropout_p))
+    added = Sum(residual, stored, again, seed, residual.stride(0), *_threshold_and_scale(dropout_p))
     norm_fwd(run, x, weight, bias, y, mean, rstd, eps, 0.0 if weight is None else weight_offset, added)
     return y, residual_out, total, mean, rstd
 
@@ -193,9 +193,15 @@ def add_norm_bwd(
     dresidual = torch.empty(shape, dtype=residual_dtype, device=device) if need_dresidual else None
     more_dy, dsum = (dresidual_out, None) if post_norm else (None, dresidual_out)
     stride = 0 if dsum is None else dsum.stride(0)
-    summands = Summands(dsum, dinput, seed, stride, *threshold_and_scale(dropout_p))
+    summands = Summands(dsum, dinput, seed, stride, *_threshold_and_scale(dropout_p))
     _, dweight, dbias = norm_bwd(
         run, dy, total, weight, mean, rstd, weight_offset, dresidual, need_dweight, need_dbias, bias_dtype, summands,
         more_dy,
     )  # fmt: skip
     return dinput, dresidual, dweight, dbias
+
+
+def _threshold_and_scale(p: float) -> tuple[int, float]:
+    """Return the threshold as the int32 of its bits: Inductor 2.11 can't pass an int that needs more."""
+    threshold, scale = threshold_and_scale(p)
+    return threshold - (threshold >> 31 << 32), scale

@@ -22,7 +22,10 @@ def _philox(c0, c1, c2, c3, key0, key1):
 
 @triton.jit
 def dropout_factor(seed_ptr, threshold, scale, row, start, COLUMNS: tl.constexpr):
-    """[len(row), COLUMNS] fp32 from column ``start`` on, which is a multiple of 4; ``row`` is int64."""
+    """[len(row), COLUMNS] fp32 from column ``start`` on, which is a multiple of 4; ``row`` is int64.
+
+    ``threshold`` holds the bits of a uint32.
+    """
     GROUPS: tl.constexpr = COLUMNS // 4 if COLUMNS >= 4 else 1
     group = (start // 4 + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
     key = tl.load(seed_ptr + tl.zeros([1, 1], tl.int32))
@@ -39,4 +42,5 @@ def dropout_factor(seed_ptr, threshold, scale, row, start, COLUMNS: tl.constexpr
         word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(row.shape[0], COLUMNS)
     else:
         word = tl.where(tl.arange(0, COLUMNS)[None, :] == 0, w0, w1)
-    return tl.where(word >= threshold, tl.cast(scale, tl.float32), 0.0)  # Inductor may declare it as fp64
+    least = tl.cast(threshold, tl.int32).to(tl.uint32, bitcast=True)
+    return tl.where(word >= least, tl.cast(scale, tl.float32), 0.0)  # Inductor may declare it as fp64
