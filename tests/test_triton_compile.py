@@ -40,8 +40,8 @@ WIDTHS = (64, 256, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 819
 # A 32,768-wide fp32 row on 1,024 threads is one register short, which costs less than reading the row twice.
 ONE_REGISTER = 8  # bytes, stored and loaded
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-# The assemblers of Triton 3.6 spill that much of Adam's update with fp32 state (12.0), of a forward at 8192 (8.0) and of
-# a backward at 8192 (9.0, 12 bytes); those of 3.7 spill none of it.
+# The assemblers of Triton 3.6 spill that much of Adam's update with fp32 state (12.0), of a forward at 8192 (8.0) and
+# of a backward at 8192 (9.0, 12 bytes); those of 3.7 spill none of it.
 OLD_SPILLS = 32
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
