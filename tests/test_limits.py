@@ -271,8 +271,8 @@ def test_one_bad_row_leaves_the_others_bitwise_as_they_are(
 
 
 def alike(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Every row the same."""
-    return testing.normal(shape[-1:], generator).expand(shape).contiguous()
+    """Every row the same, made where they are used: gigabytes take seconds on their way to a GPU."""
+    return testing.normal(shape[-1:], generator).to(torch.get_default_device()).expand(shape).contiguous()
 
 
 def assert_sums_of_numbers_alike_are_sound(
