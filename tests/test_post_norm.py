@@ -43,12 +43,21 @@ def call(
 def test_both_results_are_roundings_of_the_norm_of_the_rounded_sum(
     spec: OpSpec, mix: tuple[torch.dtype, ...], p: float, hidden: int, backend: str
 ) -> None:
-    """Bit for bit what two calls without the mode return, with a gradient and without."""
+    """Bit for bit what calls without the mode return, with a gradient and without.
+
+    A GPU may sum up the row in another order for another output dtype. Where one result is fp32, the other is its
+    rounding all the same.
+    """
     leaves = tensors(mix, 5, hidden)
     y, again = call(spec, leaves, mix, p)
     assert (y.dtype, again.dtype) == mix[2:]
     assert torch.equal(y, call(spec, leaves, mix, p, post_norm=False)[0])
-    assert torch.equal(again, call(spec, leaves, mix, p, post_norm=False, out_dtype=mix[3])[0])
+    if y.is_cpu or y.dtype is again.dtype:
+        assert torch.equal(again, call(spec, leaves, mix, p, post_norm=False, out_dtype=mix[3])[0])
+    if again.dtype is F32:
+        assert torch.equal(y, again.to(y.dtype))
+    elif y.dtype is F32:
+        assert torch.equal(again, y.to(again.dtype))
     with torch.no_grad():
         assert_same(call(spec, leaves, mix, p), (y, again))
 
@@ -181,14 +190,18 @@ def test_compiled_is_eager(spec: OpSpec, forced: str, compiler: str) -> None:
         return spec.function(y * 2, r, 32, w, dropout_p=0.25, **options)
 
     found, leaves = [], tensors((BF16, F32), 4, 32)
-    with fusedops.use_backend(forced):
+    # Else y would stay fp32 between blocks that Inductor fuses.
+    rounded = torch._inductor.config.patch(emulate_precision_casts=True)
+    with fusedops.use_backend(forced), rounded:
         for function in (blocks, torch.compile(blocks, backend=compiler, fullgraph=True)):
             torch.manual_seed(11)
             outputs = function(*leaves)
             loss = sum(out.float().square().sum() for out in outputs)
             found.append([*(out.detach() for out in outputs), *torch.autograd.grad(loss, leaves)])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    eager, compiled = found
+    if forced == "native":  # the same kernels with the same seeds
+        assert_same(compiled[:2], eager[:2])
+    assert_close(compiled, eager)
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,13 @@ def reports(said: str) -> list[str]:
 
 
 def triton_kernels() -> set[str]:
-    """Names of our Triton kernels; helpers that are called from kernels have an underscore before their names."""
+    """Names of our Triton kernels, which end in _kernel as the native ones do; those of helpers that they call don't."""
     from triton.runtime import JITFunction
 
     package = importlib.import_module("fusedops.backends.triton")
     modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
     found = {k for m in modules for k, value in vars(m).items() if isinstance(value, JITFunction)}
-    return {name for name in found if not name.startswith("_")}
+    return {name for name in found if name.endswith("_kernel")}
 
 
 def native_kernels() -> set[str]:
