@@ -163,6 +163,27 @@ def holder(saved: dict, place: tuple) -> dict:
     return saved
 
 
+@pytest.mark.parametrize("stepped", [True, False])
+def test_notes_beside_the_state_of_parameters_are_kept(stepped):
+    """As torch does: what stands under a key that is no id is passed through, by loading as a copy."""
+    optimizer = optim.AdamW([ones(3)], lr=0.1)
+    if stepped:
+        optimizer.step()
+    optimizer.state["note"] = note = {"epochs": [1, 2]}
+    saved = optimizer.state_dict()
+    for to in ("torch", "fusedops"):
+        assert convert_state_dict(saved, to=to)["state"]["note"] == note
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["note"] == note
+    assert optimizer.state["note"] is not note
+    torchs = torch.optim.AdamW([ones(3)])
+    torchs.load_state_dict(convert_state_dict(saved, to="torch"))
+    assert torchs.state["note"] == note
+    for one in (optimizer, torchs):
+        one.step()
+    assert optimizer.state_dict()["state"]["note"] == note
+
+
 GROUP, STATE = ("param_groups", 0), ("state", 0)
 # Where, what stands there instead, and what the error names.
 MALFORMED = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .checks import check_numbers
-from .saved import MOMENTS, check_structure, check_values
+from .saved import MOMENTS, check_structure, check_values, named_ids
 from .states import OURS
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
@@ -46,9 +46,10 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: str) -> dict[str, Any]
     check_structure("convert_state_dict", state_dict)
     for i, group in enumerate(state_dict["param_groups"]):
         _check_group(f"convert_state_dict: param_groups[{i}]", group)
-    for key, values in state_dict["state"].items():
+    named = named_ids(state_dict)
+    state = {key: dict(values) for key, values in state_dict["state"].items() if key in named}
+    for key, values in state.items():
         check_values(f"convert_state_dict: state[{key!r}]", values, MOMENTS[:2])
-    state = {key: dict(values) for key, values in state_dict["state"].items()}
     groups = [
         {**{k: deepcopy(v) for k, v in group.items() if k not in OURS and k != "params"}, "params": [*group["params"]]}
         for group in state_dict["param_groups"]
@@ -65,7 +66,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: str) -> dict[str, Any]
     else:
         for group, given in zip(groups, state_dict["param_groups"], strict=True):
             group.update({name: given[name] for name in OURS if name in given})
-    return {**state_dict, "state": state, "param_groups": groups}
+    return {**state_dict, "state": {**state_dict["state"], **state}, "param_groups": groups}
 
 
 def _check_group(where: str, group: Mapping[str, Any]) -> None:

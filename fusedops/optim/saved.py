@@ -17,6 +17,8 @@ _MOST_STEPS = 2.0**53
 def check_structure(where: str, saved: Any) -> None:
     """Check what a state dict is made of: groups that name parameters, and a dict of state for some of these.
 
+    State may hold more, under keys that are no ints: torch passes such notes through, and so do we.
+
     Args:
         where: who is told, for the message.
         saved: the state dict, of whatever optimizer.
@@ -41,9 +43,15 @@ def check_structure(where: str, saved: Any) -> None:
                 raise ValueError(f"{where}: param_groups[{i}]['params']: expected every id once, got {key!r} again")
             named.add(key)
     for key, values in saved["state"].items():
-        if key not in named:
+        if key in named:
+            check_mapping(f"{where}: state[{key!r}]", values)
+        elif isinstance(key, int):  # other keys are notes of the user's own
             raise ValueError(f"{where}: state: expected ids that param_groups name, got {key!r}")
-        check_mapping(f"{where}: state[{key!r}]", values)
+
+
+def named_ids(saved: Mapping[str, Any]) -> set[int | str]:
+    """Return the ids of parameters that the groups of a state dict name."""
+    return {key for group in saved["param_groups"] for key in group["params"]}
 
 
 def check_mapping(where: str, found: Any) -> None:

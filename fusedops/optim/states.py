@@ -114,6 +114,9 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
     }
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in saved["state"].items():
+        if key not in owners:
+            state[key] = deepcopy(values)
+            continue
         p, group = owners[key]
         where = f"{owner}.load_state_dict: state of parameter {key}"
         state[p] = _copy(where, values, p, group, optimizer.moments(group))
