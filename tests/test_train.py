@@ -481,14 +481,17 @@ class TestCommand:
         [
             (2.0, 2.001, False),
             (2.0, 2.5, False),
+            (2.0, 4.0, False),
+            (2.0, 4.1, True),
+            (4.1, 2.0, True),
             (NAN, NAN, False),
             (NAN, 2.0, False),
             (2.0, NAN, True),
             (2.0, INF, True),
         ],
     )
-    def test_one_pair_of_runs_is_no_evidence_but_of_numbers_that_are_none(self, plain, fused, reported):
-        """Siblings of tiny runs end half a nat apart: a difference alone is nothing to report."""
+    def test_what_one_pair_of_runs_is_evidence_of(self, plain, fused, reported):
+        """Siblings of tiny runs end half a nat apart; several nats, or no number, is not rounding's work."""
         from fusedops.cli import train as command
 
         note = command._cpu_note({"plain": {"validation_loss": plain}, "fused": {"validation_loss": fused}})
