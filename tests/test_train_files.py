@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -243,13 +244,22 @@ def test_what_only_looks_like_a_checkpoint_is_left_alone(tmp_path):
 
 
 def test_where_a_link_leads_nothing_is_deleted(tmp_path):
-    """Another run's folder, say: what is saved lands there, but nothing of what was there goes."""
+    """Another run's folder, say: what is saved lands there, but nothing of what was there goes, and a warning says so.
+
+    Python shows a warning of the same words once.
+    """
     other, link = tmp_path / "other", tmp_path / "link"
-    first = checkpoint.save(other, 1, *parts(), IDENTITY)
-    (other / "tmp-7-01234567").mkdir()
     link.symlink_to(other)
-    checkpoint.save(link, 2, *parts(), IDENTITY)
-    checkpoint.remove_all(link)
+    other.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = checkpoint.save(link, 1, *parts(), IDENTITY)  # there is nothing older
+    (other / "tmp-7-01234567").mkdir()
+    for _ in "ab":
+        with pytest.warns(UserWarning, match="is a link: what is there is kept, older checkpoints too"):
+            checkpoint.save(link, 2, *parts(), IDENTITY)
+    with pytest.warns(UserWarning, match=f"^{link} is a link"):
+        checkpoint.remove_all(link)
     assert sorted(path.name for path in other.iterdir()) == [first.name, "step-00000002", "tmp-7-01234567"]
     checkpoint.save(other, 3, *parts(), IDENTITY)
     assert [path.name for path in other.iterdir()] == ["step-00000003"]

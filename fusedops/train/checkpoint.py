@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,13 @@ def latest(folder: Path) -> Path | None:
 
 
 def remove_all(folder: Path, but: Path | None = None) -> None:
-    """Delete the checkpoints under `folder`; where that is a link, they belong to somebody else, and stay."""
-    for path in [] if folder.is_symlink() else _all(folder):
-        if path != but:
-            remove(path)
+    """Delete the checkpoints under `folder`; where that is a link they may be somebody else's, and stay: it warns."""
+    others = [path for path in _all(folder) if path != but]
+    if others and folder.is_symlink():
+        warnings.warn(f"{folder} is a link: what is there is kept, older checkpoints too", UserWarning, stacklevel=2)
+        return
+    for path in others:
+        remove(path)
 
 
 def _all(folder: Path) -> list[Path]:
