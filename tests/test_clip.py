@@ -82,8 +82,9 @@ def test_norms_that_are_not_finite(bad, backend, device, need_backend):
 def test_nothing_to_clip():
     assert clip_grad_norm_([], 1.0) == 0
     assert clip_grad_norm_(torch.nn.Parameter(torch.ones(3)), 1.0) == 0
-    with pytest.warns(UserWarning, match="empty generator"):
+    with pytest.warns(UserWarning, match="empty generator") as seen:
         clip_grad_norm_((p for p in ()), 1.0)
+    assert seen[0].filename == __file__
 
 
 def test_one_norm_over_all_groups():

@@ -392,6 +392,23 @@ def test_one_warning_where_updates_are_lost(device):
         optim.AdamW([torch.nn.Parameter(p.data * 1e-3) for p in weights], lr=1e-4)
 
 
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
+def test_a_warning_names_the_line_that_made_the_group(cls):
+    later = cls([ones(4)], lr=1e-9)
+
+    def make():
+        cls([ones(4, dtype=torch.bfloat16)], lr=1e-9)
+
+    def add():
+        later.add_param_group({"params": [ones(4, dtype=torch.bfloat16)]})
+
+    for call in (make, add, torch.no_grad()(make)):
+        with pytest.warns(UserWarning, match="master_weights=True") as seen:
+            call()
+        line = add.__code__.co_firstlineno + 1 if call is add else make.__code__.co_firstlineno + 1
+        assert (seen[0].filename, seen[0].lineno) == (__file__, line)
+
+
 def test_lost_updates_counts_weights():
     """bf16 at 1 is spaced 2^-7: half of that is the smallest step that moves it."""
     p = torch.tensor([1.0, 1.5, 0.01, 0.0], dtype=torch.bfloat16)

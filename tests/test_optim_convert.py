@@ -80,6 +80,7 @@ def test_sixteen_bits_there_and_back(options, words, device):
         converted = convert_state_dict(saved, to="torch")
     assert len(said) == (words is not None)
     if words:
+        assert said[0].filename == __file__
         with pytest.warns(UserWarning, match=words):
             convert_state_dict(saved, to="torch")
     torch.testing.assert_close(saved["state"], kept["state"], rtol=0, atol=0)  # left as it was

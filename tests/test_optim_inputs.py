@@ -12,6 +12,7 @@ from optim_helpers import PLACES, build, ones, twins
 
 from fusedops import UnsupportedError, optim
 from fusedops.backends.reference_adam import ReferenceAdamPlan
+from fusedops.optim.checks import are_plain
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list:
@@ -344,6 +345,24 @@ def test_a_schedule_that_goes_below_zero_is_stopped_there():
     with pytest.raises(ValueError, match=r"group 0: lr: expected a finite number ≥ 0, got -0\.03"):
         optimizer.step()
     assert float(optimizer.state[p]["step"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("lr", "plain"),
+    [
+        (0.1, True),
+        (torch.tensor(0.1, device="meta"), True),
+        (torch.tensor(0.1, device="meta", dtype=torch.bfloat16), True),
+        (torch.ones(1, device="meta"), False),
+        (torch.ones(2, device="meta"), False),
+        (torch.ones((), dtype=torch.int64, device="meta"), False),
+        (torch.tensor(0.1), False),
+    ],
+)
+def test_steps_take_the_short_look_at_numbers_and_at_scalars_on_a_device(lr, plain):
+    """What it does not know goes through the whole check; the host reads tensors of its own there."""
+    group = optim.AdamW([ones(3)]).param_groups[0]
+    assert are_plain({**group, "lr": lr}) is plain
 
 
 def test_a_bound_assigned_later_is_looked_at():

@@ -9,7 +9,6 @@ step that raises has changed nothing, on any device. Nothing here waits for a de
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -307,11 +306,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         if any(b.device.type == "cuda" for b in buckets) and torch.cuda.is_current_stream_capturing():
             self._warned_captured_rate = True
-            warnings.warn(
+            checks.warn(
                 f"{type(self).__name__}: lr is a number, which this CUDA graph keeps: replays ignore a change. "
-                "Pass a tensor on the device, as lr=torch.tensor(1e-3, device='cuda').",
-                UserWarning,
-                stacklevel=7,
+                "Pass a tensor on the device, as lr=torch.tensor(1e-3, device='cuda')."
             )
 
     def _measure(self, buckets: list[Bucket], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:

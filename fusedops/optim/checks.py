@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +25,13 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEEPERS = ("master_weights", "kahan_sum", "bf16_stochastic_round")
 _FLAGS = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay", *KEEPERS)
 _flags_of = itemgetter(*_FLAGS)
+_REAL: Any = Real  # its stub has no order
 _NUMBERS, _BOOLS = frozenset((float, int)), frozenset((bool,))
 _SEEDS = 2**64
 _LARGEST = sys.float_info.max  # an int may be larger than any float
 _SAMPLES = 1 << 16
+# Where a warning's reader has nothing to mend.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def check_group(owner: str, group: Mapping[str, Any]) -> None:
@@ -47,12 +52,16 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
 def are_plain(group: Mapping[str, Any]) -> bool:
     """Tell whether the options that a step reads are plain values in range, as they nearly always are.
 
+    A learning rate may be a scalar on a device, which schedules and CUDA graphs have.
+
     Less than a microsecond, a sixth of ``check_options``, so that every step can ask: schedules write to groups.
     """
     betas, seed = group["betas"], group["seed"]
     if type(betas) not in (tuple, list) or len(betas) != 2:
         return False
     lr, (beta1, beta2), eps, decay = group["lr"], betas, group["eps"], group["weight_decay"]
+    if type(lr) is Tensor and not lr.is_cpu and lr.ndim == 0 and lr.is_floating_point():
+        lr = 0.0  # a value on a device is not read back
     return (
         _NUMBERS.issuperset(map(type, (lr, beta1, beta2, eps, decay)))
         and 0.0 <= lr <= _LARGEST
@@ -102,7 +111,7 @@ def check_numbers(owner: str, group: Mapping[str, Any]) -> None:
 
 def check_max_grad_norm(owner: str, value: Any) -> None:
     """Raise ValueError unless the bound of the gradients' norm is None or a number above 0."""
-    if value is not None and not (_is_number(value) and value > 0):
+    if value is not None and not (isinstance(value, _REAL) and value > 0):
         raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {value!r}")
 
 
@@ -114,13 +123,9 @@ def _check_number(owner: str, name: str, value: Any, most: float = _LARGEST) -> 
                 f"{owner}: {name}: expected one floating point element, got {tuple(value.shape)} of {value.dtype}"
             )
         value = value.item() if value.device.type == "cpu" else 0.0  # a value on a device is not read back
-    if not _is_number(value) or not 0.0 <= value <= most:  # NaN fails every comparison
+    if not isinstance(value, _REAL) or not 0.0 <= value <= most:  # NaN fails every comparison
         bound = "a finite number ≥ 0" if most == _LARGEST else "a number in [0, 1)"
         raise ValueError(f"{owner}: {name}: expected {bound}, got {given!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
 
 
 def _check_parameters(owner: str, params: Iterable[Any]) -> None:
@@ -206,15 +211,21 @@ def warn_lost_updates(owner: str, group: Mapping[str, Any]) -> bool:
     share = lost_updates(group["params"], lr)
     if share <= 0.5:
         return False
-    warnings.warn(
+    warn(
         f"{owner}: at lr={lr:g}, {share:.0%} of the 16-bit weights are spaced so wide that a step of about lr "
         "rounds away and they will not move. Pass master_weights=True (4 more bytes a parameter), kahan_sum=True (2 "
         "more) or, for bf16, bf16_stochastic_round=True (none; each step adds the noise of a rounding), or keep the "
-        "parameters in fp32 under torch.autocast (2 more bytes a parameter for the weight, 2 for its gradient).",
-        UserWarning,
-        stacklevel=5,
+        "parameters in fp32 under torch.autocast (2 more bytes a parameter for the weight, 2 for its gradient)."
     )
     return True
+
+
+def warn(message: str) -> None:
+    """Raise a UserWarning at the line that called into fusedops, however many of its and torch's frames lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def is_plain(t: Tensor) -> bool:

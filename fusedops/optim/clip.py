@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +14,7 @@ from ..config import CONFIG
 from ..dispatch import select
 from .base import combine_norms, on_device
 from .calls import gradient_call
-from .checks import is_plain
+from .checks import is_plain, warn
 
 
 @torch.no_grad()
@@ -49,7 +48,7 @@ def clip_grad_norm_(
     else:
         params = list(parameters)
         if not params and isinstance(parameters, types.GeneratorType):
-            warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+            warn("`parameters` is an empty generator, no gradient clipping will occur.")
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from .checks import check_numbers
+from .checks import check_numbers, warn
 from .saved import MOMENTS, check_structure, check_values, named_ids
 from .states import OURS
 
@@ -95,7 +94,7 @@ def _tell(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, 
     if unknown := wide & maybe - narrow:
         lost.append(f"torch will round the fp32 moments of {len(unknown)} parameters, where these have 16 bits")
     if lost:
-        warnings.warn(f"convert_state_dict: {'; '.join(lost)}", UserWarning, stacklevel=3)
+        warn(f"convert_state_dict: {'; '.join(lost)}")
 
 
 def _is_fp32(value: Any) -> bool:
