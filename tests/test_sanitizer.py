@@ -104,7 +104,7 @@ def reports(said: str) -> list[str]:
 
 
 def triton_kernels() -> set[str]:
-    """Names of our Triton kernels, which end in _kernel as the native ones' do; names of helpers that they call don't."""
+    """Names of our Triton kernels, which end in _kernel as those of the native ones do; names of helpers do not."""
     from triton.runtime import JITFunction
 
     package = importlib.import_module("fusedops.backends.triton")
