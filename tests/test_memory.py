@@ -209,12 +209,40 @@ def test_a_post_norm_call_allocates_the_sum_only_for_backward(
         del outputs
 
 
+def most_partial_rows(rows: int, hidden: int, multiprocessors: int) -> int:
+    """Return the most fp32 rows of partial sums that any backend makes for a parameter's gradient."""
+    at_once = next((n for most, n in ((512, 8), (2048, 4), (4096, 2)) if hidden <= most), 1)
+    added_up = next((n for most, n in ((512, 192), (1024, 96)) if hidden <= most), 48)
+    return multiprocessors * at_once + rows // added_up
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 132])
+@pytest.mark.parametrize("centred", [True, False])
+def test_partial_sums_of_triton(multiprocessors: int, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They obey the bound, and no program adds up too many rows one after another."""
+    pytest.importorskip("triton")
+    from fusedops.backends.triton import norm
+    from fusedops.backends.triton.launch import DeviceLimits
+
+    monkeypatch.setattr(norm, "device_limits", lambda _: DeviceLimits(multiprocessors, 1 << 17))
+    for hidden in (1, 256, 512, 513, 1024, 2048, 2049, 4096, 8192, 8193, 12288, 50257):
+        config = norm.row_config(norm.BACKWARD if centred else norm.BACKWARD_RMS, hidden)
+        for rows in (1, 7, 500, 4096, 12673, 16384, 100_003, 1 << 20):
+            made = int(norm._bwd_programs(config, rows, hidden, torch.device("cpu")))
+            assert made <= min(rows, most_partial_rows(rows, hidden, multiprocessors))
+            at_a_time = (config or norm.BACKWARD_WIDE).rows
+            assert -(-rows // at_a_time) <= made * norm.MOST_ADDITIONS
+
+
 @on_a_gpu
 @SPECS
 @pytest.mark.parametrize("dtypes", [(F32,), (BF16, F32)], ids=str)
-def test_peak_of_backward(spec: OpSpec, dtypes: tuple[torch.dtype, ...], backend: str, device: str) -> None:
-    """The gradients, and of each parameter's at most eight fp32 rows of partial sums a multiprocessor."""
-    case = small_case(spec, *dtypes, shape=(4 * ROWS, HIDDEN))
+@pytest.mark.parametrize("shape", [(4 * ROWS, HIDDEN), (4 * ROWS, 4096)], ids=["one round", "several"])
+def test_peak_of_backward(
+    spec: OpSpec, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int], backend: str, device: str
+) -> None:
+    """The gradients, and of each parameter's the partial sums, also where many rows take further rounds of blocks."""
+    case = small_case(spec, *dtypes, shape=shape)
     leaves, op = make_leaves(spec, case, device), as_function(spec, case)
     for attempt in range(2):  # the first one loads kernels
         outputs = op(*leaves)
@@ -226,6 +254,6 @@ def test_peak_of_backward(spec: OpSpec, dtypes: tuple[torch.dtype, ...], backend
         if attempt:
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             parameters = sum(leaf.dim() == 1 for leaf in leaves)
-            workspace = parameters * multiprocessors * 8 * HIDDEN * 4
+            workspace = parameters * most_partial_rows(*shape, multiprocessors) * shape[1] * 4
             assert peak <= sum(t.nbytes for t in found) + workspace
         del outputs, gradients, found
