@@ -551,7 +551,8 @@ def _pinned(function: Callable[..., Pair], kwargs: Mapping[str, Any], results: M
 def _bytes_moved(sample: Sample, direction: str) -> int:
     """Count input, residual, sum and output forward; sum, dy, dsum and the summands' gradients backward.
 
-    Those are one tensor where neither dropout nor a dtype tells them apart. A post-norm call stores the sum as well.
+    Those are one tensor where neither dropout nor a dtype tells them apart. The call is one whose backward may follow,
+    as in a benchmark: a post-norm call then stores the sum as well, which it does not where no gradient is wanted.
     """
     x, residual = sample.kwargs["input"], sample.kwargs["residual"]
     out = (sample.kwargs.get("out_dtype") or x.dtype).itemsize
