@@ -7,7 +7,7 @@
 //   Kept read(col, left, aligned)       both, anywhere in a row; zero past its end
 //   Kept read_again(col, left, aligned) its elements once more, after read() by the same thread
 //
-// Where the row stores sums (kStores), both call store_again(y, col, ...) after a vector of y is stored.
+// Where the row stores sums (kStores), both kernels call store_again(y, col, ...) after they stored a vector of y.
 #pragma once
 
 #include "../norm.h"

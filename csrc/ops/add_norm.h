@@ -10,7 +10,7 @@
 
 namespace fusedops {
 
-// (y, residual_out): the sum, or y once more where post_norm
+// (y, residual_out): the sum, or the same norm in residual_dtype where post_norm
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& input, const at::Tensor& residual,
                                                   at::SymIntArrayRef normalized_shape,
                                                   const std::optional<at::Tensor>& weight,

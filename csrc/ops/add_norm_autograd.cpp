@@ -195,7 +195,7 @@ std::tuple<Tensor, Tensor> add_layer_norm_autograd(const Tensor& input, const Te
   }
   refuse_forward_mode("add_layer_norm", input, OptTensor(residual), weight, bias);
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (const OptTensor seed = new_seed(dropout_p, input)) {  // drawn apart, as above
+  if (const OptTensor seed = new_seed(dropout_p, input)) {  // outside the op: a graph merges equal calls
     const auto out = add_layer_norm_fwd(input, residual, normalized_shape, weight, bias, eps, seed, dropout_p,
                                         post_norm, /*keep_total=*/false, out_dtype, residual_dtype);
     return {std::get<0>(out), std::get<1>(out)};
@@ -215,7 +215,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tens
   }
   refuse_forward_mode("add_rms_norm", input, OptTensor(residual), weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (const OptTensor seed = new_seed(dropout_p, input)) {  // drawn apart, as above
+  if (const OptTensor seed = new_seed(dropout_p, input)) {  // outside the op: a graph merges equal calls
     const auto out = add_rms_norm_fwd(input, residual, normalized_shape, weight, eps, weight_offset, seed, dropout_p,
                                       post_norm, /*keep_total=*/false, out_dtype, residual_dtype);
     return {std::get<0>(out), std::get<1>(out)};
