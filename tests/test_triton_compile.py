@@ -40,9 +40,17 @@ WIDTHS = (64, 256, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 819
 # A 32,768-wide fp32 row on 1,024 threads is one register short, which costs less than reading the row twice.
 ONE_REGISTER = 8  # bytes, stored and loaded
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-# The assemblers of Triton 3.6 spill that much of Adam's update with fp32 state (12.0), of a forward at 8192 (8.0) and
-# of a backward at 8192 (9.0, 12 bytes); those of 3.7 spill none of it.
-OLD_SPILLS = 32
+# Bytes that the assemblers of Triton 3.6 spill, by kernel, architecture and width; those of 3.7 spill none of it.
+OLD_SPILLS: dict[tuple[str, int, int | None], int] = {
+    ("adam_kernel", 120, None): 32,  # with fp32 state
+    ("norm_fwd_kernel", 80, 8192): 32,  # of an add + RMSNorm
+    ("norm_bwd_kernel", 80, 2048): 24,  # of an add + LayerNorm in post-norm mode
+    ("norm_bwd_kernel", 80, 4096): 24,
+    ("norm_bwd_kernel", 80, 8192): 36,
+    ("norm_bwd_kernel", 90, 2048): 12,  # likewise
+    ("norm_bwd_kernel", 90, 4096): 12,
+    ("norm_bwd_kernel", 90, 8192): 12,  # of an add + LayerNorm
+}
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -55,6 +63,7 @@ class Kernel(NamedTuple):
     shared: int
     registers: int
     spilled: int
+    old_spills: int  # what it may spill because the assembler is old
 
 
 class FakeDriver:
@@ -83,7 +92,9 @@ def compiler(monkeypatch, tmp_path):
         def compile_only(kernel, grid, device, args, meta, warps):
             args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
             compiled = kernel.warmup(*args, **meta, grid=grid, num_warps=warps)
-            made.append(read(compiled, architecture, tmp_path))
+            hidden = dict(zip(kernel.arg_names, args, strict=False)).get("hidden")
+            old_spills = OLD_SPILLS.get((kernel.__name__, architecture, hidden), 0) if OLD else 0
+            made.append(read(compiled, architecture, tmp_path, old_spills))
 
         monkeypatch.setattr(driver, "_active", FakeDriver(architecture))
         limits = DeviceLimits(multiprocessors=132, shared_bytes=ARCHITECTURES[architecture] * 1024)
@@ -93,7 +104,7 @@ def compiler(monkeypatch, tmp_path):
         monkeypatch.setattr(norm, "device_limits", lambda _: limits)
         call()
         for kernel in made:
-            few = OLD_SPILLS if OLD else ONE_REGISTER
+            few = max(ONE_REGISTER, kernel.old_spills)
             assert kernel.spilled <= few, (kernel.name, kernel.registers, kernel.spilled)
             assert kernel.shared <= limits.shared_bytes, kernel.name
         return made
@@ -101,7 +112,7 @@ def compiler(monkeypatch, tmp_path):
     return compile_call
 
 
-def read(compiled: Any, architecture: int, folder: Path) -> Kernel:
+def read(compiled: Any, architecture: int, folder: Path, old_spills: int) -> Kernel:
     """Assemble the PTX once more with Triton's own assembler, which then tells registers and spills."""
     source = folder / f"{compiled.hash}.ptx"
     cubin = source.with_suffix(".cubin")
@@ -112,7 +123,8 @@ def read(compiled: Any, architecture: int, folder: Path) -> Kernel:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     registers = int(re.search(r"Used (\d+) registers", said).group(1))
-    return Kernel(compiled.metadata.name, compiled.asm["ptx"], cubin, compiled.metadata.shared, registers, spilled)
+    name, shared = compiled.metadata.name, compiled.metadata.shared
+    return Kernel(name, compiled.asm["ptx"], cubin, shared, registers, spilled, old_spills)
 
 
 def norm_calls(hidden: int, dtype: torch.dtype, param: torch.dtype, rows: int = 4096) -> dict[str, Any]:
@@ -178,7 +190,7 @@ def machine_code(kernel: Kernel) -> Counter[str]:
     """Mnemonics that access memory."""
     (accesses,) = instructions(kernel.cubin).values()
     local = [mnemonic for mnemonic in accesses if re.match(r"(LDL|STL)\b", mnemonic)]
-    assert not local or (OLD and kernel.spilled), kernel.name
+    assert not local or (kernel.spilled and kernel.old_spills), kernel.name
     return accesses
 
 
