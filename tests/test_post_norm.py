@@ -45,8 +45,8 @@ def test_both_results_are_roundings_of_the_norm_of_the_rounded_sum(
 ) -> None:
     """Bit for bit what calls without the mode return, with a gradient and without.
 
-    A GPU may sum up the row in another order for another output dtype. Where one result is fp32, the other is its
-    rounding all the same.
+    A GPU may sum up the row in another order for another output dtype. There one result is the other's rounding, which
+    it is not under Triton's interpreter, which truncates to bf16.
     """
     leaves = tensors(mix, 5, hidden)
     y, again = call(spec, leaves, mix, p)
@@ -54,9 +54,9 @@ def test_both_results_are_roundings_of_the_norm_of_the_rounded_sum(
     assert torch.equal(y, call(spec, leaves, mix, p, post_norm=False)[0])
     if y.is_cpu or y.dtype is again.dtype:
         assert torch.equal(again, call(spec, leaves, mix, p, post_norm=False, out_dtype=mix[3])[0])
-    if again.dtype is F32:
+    elif again.dtype is F32:
         assert torch.equal(y, again.to(y.dtype))
-    elif y.dtype is F32:
+    else:
         assert torch.equal(again, y.to(again.dtype))
     with torch.no_grad():
         assert_same(call(spec, leaves, mix, p), (y, again))
