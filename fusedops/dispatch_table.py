@@ -67,7 +67,7 @@ SHIPPED: tuple[Row, ...] = (
     Row(
         ("layer_norm", "rms_norm"),
         "cuda",
-        ("triton", "native", "apex", "reference"),
+        ("triton", "native", "reference"),
         "2048 x 12288 forward + backward 194 and 143 us, native 215 and 198 "
         "(benchmarks/results/nvidia-h200.jsonl, 2026-11-30)",
         capability=(90, 90),
@@ -81,7 +81,7 @@ SHIPPED: tuple[Row, ...] = (
         ("native", "reference"),
         "default: compiled CPU kernels, else plain PyTorch; Triton only interprets there",
     ),
-    Row((), "cuda", ("native", "triton", "apex", "reference"), "default for GPUs without a measured row"),
+    Row((), "cuda", ("native", "triton", "reference"), "default for GPUs without a measured row"),
     Row((), None, ("triton", "reference"), "default for other devices: Triton where it exists, else plain PyTorch"),
 )
 

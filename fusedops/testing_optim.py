@@ -260,17 +260,19 @@ def _judge_alike(
             yield Judgement(f"{alike.name(0)[0]}: {name}", math.inf, math.inf, "is missing")
     if "compensation" in new:
         held = new["param"].double()
-        rest = torch.where(held.isfinite(), truth["weight"] - held, 0.0)  # nothing is kept of what overflowed
-        yield _near(alike, "compensation", new["compensation"], rest, slack * condition["weight"])
+        fits = held.isfinite()  # nothing is kept of what overflowed
+        rest, lost = (torch.where(fits, t, 0.0) for t in (truth["weight"] - held, slack * condition["weight"]))
+        yield _near(alike, "compensation", new["compensation"], rest, lost)
     if "master" in new:
         yield _same(alike, "param", new["param"], new["master"].to(alike.dtype), "is not its master, rounded")
 
 
 def _same(alike: _Alike, key: str, got: Tensor, want: Tensor | None, says: str) -> _Check | Judgement:
-    """Hold a tensor to another, bit by bit but for the sign of zero."""
+    """Hold a tensor to another, bit by bit but for the sign of zero and what is in a NaN."""
     if want is None:
         return Judgement(f"{alike.name(0)[0]}: {key}", math.inf, math.inf, says)
-    return _worst(alike, key, torch.where(got == want, 0.0, math.inf), torch.zeros_like(got), got, want, says)
+    same = (got == want) | (got.isnan() & want.isnan())
+    return _worst(alike, key, torch.where(same, 0.0, math.inf), torch.zeros_like(got), got, want, says)
 
 
 def _near(alike: _Alike, key: str, out: Tensor, right: Tensor, slack: Tensor) -> _Check:
@@ -279,7 +281,8 @@ def _near(alike: _Alike, key: str, out: Tensor, right: Tensor, slack: Tensor) ->
     beyond = finite & (right.abs() + slack >= first_infinite(out.dtype))
     finite = finite & ~(beyond & (wide == torch.copysign(torch.full_like(right, math.inf), right)))
     spacing, error = ulp(right, out.dtype), torch.where(finite, (wide - right).abs(), 0.0)
-    share = torch.where(finite == out.isfinite(), error / (spacing + slack), math.inf)
+    share = torch.where(finite, error / (spacing + slack), 0.0)  # of a NaN slack is NaN
+    share = torch.where(finite == out.isfinite(), share, math.inf)
     return _worst(alike, key, share.nan_to_num(math.inf, math.inf), error / spacing, out, right)
 
 

@@ -361,6 +361,11 @@ def test_every_shipped_call_ends_in_plain_torch() -> None:
     assert dispatch_table.SHIPPED[-1].matches(Call("anything", "privateuseone", 0, (("input", torch.int8),)))
 
 
+def test_apex_serves_only_who_asks_for_it() -> None:
+    """Its LayerNorm may be off by several times our bound."""
+    assert not any("apex" in row.backends for row in dispatch_table.SHIPPED)
+
+
 # ---------------------------------------------------------------- explain
 
 

@@ -139,6 +139,13 @@ def test_sweep_finds_planted_faults_of_numbers(kind: str) -> None:
     assert planted(layer_norm).failures
 
 
+def test_fp64_gradients_of_equal_rows_are_drawn() -> None:
+    """Whoever adds up one after another drifts there; the truth does not."""
+    cell = Cell(LAYER_NORM, "reference", torch.float64, torch.float64)
+    variants = [draw.draw_variant(Random(i), cell, "cpu", SMALL, irregular=True) for i in range(100)]
+    assert any("grad" in variant.memory and variant.memory["grad"].expand for variant in variants if variant)
+
+
 def test_sweep_finds_a_planted_fault_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that forgets the last element of tensors of more than one block."""
     spec = OPTIMS["adamw"]
@@ -191,7 +198,7 @@ def test_draws_reach_everything() -> None:
     assert max(widths) > 2**18
     assert any(0 in case.shape for case in cases)
     assert {case.normalized for case in cases} == {1, 2, 3}
-    assert {case.values for case in cases} == set(VALUES)
+    assert {case.values for case in cases} == set(VALUES) - {"huge"}  # which PyTorch's LayerNorm makes NaN of
     assert {frozenset(case.dtypes) for case in cases} >= {frozenset(("input",)), frozenset(("input", "weight", "bias"))}
     assert {case.options["eps"] for case in cases} >= {0.0, 1e-12, 1e-5}
     assert {name for case in cases for name in case.memory} == {"input", "weight", "bias", "grad"}

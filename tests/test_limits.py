@@ -238,9 +238,9 @@ def test_values(spec: OpSpec, values: str, dtype: torch.dtype, eps: float, backe
 @pytest.mark.parametrize("width", [8, 1000, 5000, 70_000])
 def test_rows_whose_squares_add_up_to_inf(spec: OpSpec, width: int, backend: str, device: str) -> None:
     """The variance is inf, so rstd is 0 and y the bias; not NaN, though the mean's rounding squares to inf as well."""
-    if backend == "reference" and device == "cpu":
-        pytest.skip("PyTorch's LayerNorm makes NaN of them on a CPU")
     case = Case((5, width), 1, dict.fromkeys(spec.grads, F32))
+    if reason := testing.refused(spec, replace(case, values="huge"), backend, device):
+        pytest.skip(f"{backend}: {reason}")
     kwargs = testing.make_sample(spec, case, device).kwargs
     for name in ("input", *spec.like_input):
         kwargs[name] = (1e30 * kwargs[name].detach()).requires_grad_()
@@ -248,6 +248,28 @@ def test_rows_whose_squares_add_up_to_inf(spec: OpSpec, width: int, backend: str
     assert torch.equal(output, kwargs["bias"].expand(5, width) if "bias" in kwargs else torch.zeros_like(output))
     for grad in torch.autograd.grad(output.sum(), [kwargs[name] for name in spec.grads]):
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("width", [7, 1000, 5000, 70_000])
+def test_rows_far_from_zero(op: str, width: int, backend: str, device: str) -> None:
+    """Squares that add up to more than fp32 holds do not once they are centred."""
+    spec = OPS[op]
+    case = Case((5, width), 1, dict.fromkeys(spec.grads, F32))
+    if reason := testing.refused(spec, replace(case, values="huge"), backend, device):
+        pytest.skip(f"{backend}: {reason}")
+    sample = testing.make_sample(spec, case, device)
+    for name in ("input", *spec.like_input):
+        sample.kwargs[name] = (1e20 + 1e16 * sample.kwargs[name].detach()).requires_grad_()
+    kept: list[Any] = []
+
+    def grad(output: Any) -> Any:
+        kept.append(testing.make_grad(case, output))
+        return kept[0]
+
+    found = testing.run(partial(spec.function, backend=backend), sample, grad)
+    outcome = testing.judge(spec, case, sample, kept[0], found, backend=backend)
+    assert outcome.passed, str(outcome)
 
 
 @every_op
@@ -352,14 +374,15 @@ def test_fp64_gradients_that_are_all_alike(backend: str, device: str) -> None:
     """The truth is the product: PyTorch's own fp64 sum is no better than one of ours that drifts."""
     if backend in ("triton", "apex"):
         pytest.skip("no fp64")
-    if backend == "reference" and device == "cpu":
-        pytest.skip("PyTorch adds rows up one after another there")
     rows, value = 20_000, 1.3
-    x = torch.randn(rows, 3, dtype=torch.float64)
-    bias = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    fusedops.layer_norm(x, 3, None, bias).backward(torch.full_like(x, value))
+    x = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=device).expand(rows, 2)  # mean 0, variance 1
+    weight, bias = (torch.ones(2, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+    y = fusedops.layer_norm(x, 2, weight, bias, eps=0.0, backend=backend)
+    y.backward(torch.full_like(y, value))
     want = float(Fraction(value) * rows)
-    assert float((bias.grad - want).abs().max()) <= 4 * 2.0**-53 * math.sqrt(math.log2(rows)) * want
+    for grad, sign in ((weight.grad, (-1, 1)), (bias.grad, (1, 1))):
+        off = (grad.cpu() - want * torch.tensor(sign)).abs().max()
+        assert float(off) <= 4 * 2.0**-53 * math.sqrt(math.log2(rows)) * want
 
 
 @every_op

@@ -312,3 +312,25 @@ def test_only_a_weight_beyond_its_dtype_may_be_inf(options):
 
         with pytest.raises(AssertionError):
             assert_step(optimizer, spoiled)
+
+
+@pytest.mark.parametrize("options", [{}, {"kahan_sum": True}, {"master_weights": True}])
+def test_nan_is_right_where_the_truth_is_nan(options):
+    """A gradient of inf: inf / inf. What was added up is NaN there as well."""
+
+    def make():
+        p = torch.nn.Parameter(torch.tensor([3.0, 100.0], dtype=torch.float16))
+        p.grad = torch.tensor([float("inf"), 1.0], dtype=torch.float16)
+        return p, optim.Adam([p], lr=10.0, backend="reference", **options)
+
+    p, optimizer = make()
+    assert_step(optimizer)
+    assert p.isnan().tolist() == [True, False]
+    p, optimizer = make()
+
+    def spoiled():
+        optimizer.step()
+        p.data[0] = 3.0
+
+    with pytest.raises(AssertionError):
+        assert_step(optimizer, spoiled)

@@ -33,6 +33,14 @@ def outcome_of(
     return testing.judge(LAYER_NORM, case, sample, grad, results, backend="planted")
 
 
+def two_pass(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> Tensor:
+    """LayerNorm over one dimension, as the formula has it."""
+    centred = input - input.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
+
+
 def red(outcome: testing.Outcome) -> set[str]:
     return {comparison.name for comparison in outcome.comparisons if not comparison.passed}
 
@@ -160,17 +168,45 @@ def test_what_rows_of_equal_numbers_leave_open_is_a_size(name: str, bad: float) 
 
 
 @pytest.mark.parametrize("name", ["output", "input", "weight"])
-def test_nan_where_pytorch_stays_finite_fails(name: str) -> None:
-    """Squares of 1e30 add up to inf: PyTorch's rstd is 0 there, which no bound knows of."""
-    case = Case((6, 64), 1, {"input": F32, "weight": F32}, values="huge")
-    assert rms_outcome_of(case, lambda results: None).passed
-    assert red(rms_outcome_of(case, lambda results: results[name].view(-1, 64)[-1, 5].fill_(math.nan))) == {name}
+def test_nan_of_squares_that_add_up_to_inf_fails(name: str) -> None:
+    """Those of 1e30 do: rstd is 0 there, which no bound knows of, so that any number passes, but a number it is."""
+
+    def last_row(results: dict[str, Tensor], value: float) -> None:
+        results[name].view(-1, 64)[-1, 5].fill_(value)
+
+    rms, centred = Case((6, 64), 1, {"input": F32, "weight": F32}, values="huge"), a_case((6, 64), F32, values="huge")
+    assert rms_outcome_of(rms, lambda results: None).passed
+    assert red(rms_outcome_of(rms, lambda results: last_row(results, math.nan))) == {name}
+    assert outcome_of(centred, lambda results: last_row(results, 7.0), two_pass).passed
+    assert red(outcome_of(centred, lambda results: last_row(results, math.nan), two_pass)) == {name}
 
 
-@pytest.mark.parametrize("width", [1, 7])
-def test_rows_of_one_huge_number_have_no_bound(width: int) -> None:
-    """Their spread is 0, but a sum of squares begins with that of a number: PyTorch makes NaN of them on a CPU."""
-    assert outcome_of(a_case((6, width), F32, values="huge"), lambda results: None).passed
+def test_zeros_for_rows_far_from_zero_fail() -> None:
+    """Their squares add up to more than fp32 holds, but not once they are centred."""
+    case = a_case((6, 64), F32)
+    sample = testing.make_sample(LAYER_NORM, case)
+    sample.kwargs["input"] = (1e20 + 1e17 * sample.kwargs["input"].detach()).requires_grad_()
+    grad = testing.make_grad(case, sample.kwargs["input"].detach())
+    exact = testing.truth(LAYER_NORM, sample, grad, {}, "").values
+    right = {name: value.float() for name, value in exact.items()}
+    assert testing.judge(LAYER_NORM, case, sample, grad, right).passed
+    for name in ("output", "input", "weight"):
+        wrong = {**right, name: torch.zeros_like(right[name])}
+        assert red(testing.judge(LAYER_NORM, case, sample, grad, wrong)) == {name}
+
+
+def test_numbers_that_say_nothing_are_those_of_an_op_a_backend_and_a_dtype() -> None:
+    def why(op: str, backend: str, input: torch.dtype, weight: torch.dtype = F32, device: str = "cpu") -> str | None:
+        return testing.untestable(OPS[op], {"input": input, "weight": weight}, "huge", backend, device)
+
+    assert "LayerNorm makes NaN" in str(why("layer_norm", "reference", F32))
+    assert "rsqrt" in str(why("rms_norm", "reference", BF16, device="cuda"))
+    assert why("rms_norm", "reference", F32) is why("layer_norm", "native", F32) is None
+    assert why("layer_norm", "reference", F16) is None  # its 6e4 are not huge
+    streams = {"input": F16, "residual": F32}
+    assert testing.untestable(OPS["add_layer_norm"], streams, "huge", "reference", "cpu")
+    case = a_case((6, 7), F32, values="huge")
+    assert "LayerNorm makes NaN" in str(testing.refused(LAYER_NORM, case, "reference"))
 
 
 def test_a_row_without_bound_leaves_others_and_dbias_judged() -> None:
@@ -178,10 +214,31 @@ def test_a_row_without_bound_leaves_others_and_dbias_judged() -> None:
         results["bias"][3] = math.nan
         results["output"][0, 3] *= 1.001  # 1e12: its squares fit
 
-    assert red(outcome_of(a_case((2, 64), F32, values="huge"), spoil)) == {"output", "bias"}
+    assert red(outcome_of(a_case((2, 64), F32, values="huge"), spoil, two_pass)) == {"output", "bias"}
     equal = a_case((6, 64), F32, values="constant_rows", options={"eps": 0.0})
-    assert outcome_of(equal, lambda results: results["output"].zero_()).passed  # rstd is inf
+    for anything in (0.0, math.inf, math.nan):  # rstd is inf
+        assert outcome_of(equal, lambda results, value=anything: results["output"].fill_(value)).passed
     assert red(outcome_of(equal, lambda results: results["bias"].zero_())) == {"bias"}
+
+
+def test_where_there_is_no_bound_pytorchs_number_is_none() -> None:
+    """Of rows whose spread is lost beside an eps of 0, PyTorch's rstd is as good as an inf."""
+    want, condition = torch.tensor([-0.116], dtype=F64), torch.tensor([math.inf], dtype=F64)
+    for got in (math.inf, math.nan, 3.0):
+        assert testing.compare(torch.tensor([got]), want, condition, 64, baseline=torch.tensor([-0.116])).passed
+
+
+@pytest.mark.parametrize(("units", "passes"), [(6, True), (7, False)])
+def test_in_fp64_the_truth_errs_as_well(units: int, passes: bool) -> None:
+    """1 ULP, and of four terms 4·√2·2^-53 for each of both: 6.7 ULP."""
+    one, got = torch.ones(1, dtype=F64), torch.full((1,), 1 + units * 2.0**-52, dtype=F64)
+    assert testing.compare(got, one, one, 4, wide=True).passed is passes
+
+
+@pytest.mark.parametrize(("units", "passes"), [(29, True), (30, False)])
+def test_two_terms_are_rounded_as_often_as_four(units: int, passes: bool) -> None:
+    one, got = torch.ones(1, dtype=F64), torch.tensor([1 + units * 2.0**-23])
+    assert testing.compare(got, one, 10 * one, 2).passed is testing.compare(got, one, 10 * one, 4).passed is passes
 
 
 def test_message_names_everything() -> None:
@@ -206,12 +263,8 @@ def test_pytorch_itself_passes(dtype: torch.dtype, values: str) -> None:
 
 
 def test_two_pass_kernel_passes() -> None:
-    def layer_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
-        centred = input - input.mean(-1, keepdim=True)
-        return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight + bias
-
     for values in ("normal", "large_mean", "constant_rows", "tiny_spread"):
-        outcome = outcome_of(a_case((40, 1000), F32, values=values), lambda results: None, layer_norm)
+        outcome = outcome_of(a_case((40, 1000), F32, values=values), lambda results: None, two_pass)
         assert outcome.passed, str(outcome)
 
 

@@ -186,6 +186,18 @@ def test_add_norms_compile_without_spills(compiler, pytestconfig):
                     assert compiler(architecture, call)
 
 
+@pytest.mark.parametrize("hidden", [560, 2048, 50257])  # two tiles, one, a walk over the row
+@pytest.mark.parametrize(("dtype", "stream"), [(BF16, BF16), (F16, BF16), (BF16, F16)])
+def test_a_sum_of_bf16_rounded_to_fp16_is_made_in_fp32(compiler, hidden, dtype, stream):
+    """LLVM likes to round first and add then: 1e12 - 1e12 becomes inf - inf."""
+    x, residual = (torch.empty(64, hidden, dtype=kind, device="meta") for kind in (dtype, stream))
+    for post_norm in (False, True):
+        options = (None, None, 1e-5, None, 0.0, post_norm, False, F32, F16)
+        (kernel,) = compiler(90, lambda rest=options: add_norm.add_layer_norm_fwd(x, residual, *rest))
+        assert not re.findall(r"\b(?:add|sub|fma)\S*f16\S*", kernel.ptx)
+        assert re.search(r"\bcvt\.rn\.f16\S*f32", kernel.ptx)
+
+
 def machine_code(kernel: Kernel) -> Counter[str]:
     """Mnemonics that access memory."""
     (accesses,) = instructions(kernel.cubin).values()

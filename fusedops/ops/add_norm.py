@@ -38,6 +38,7 @@ from ._common import (
 from .dropout import draw_seed, drop, dropout_factor
 from .norm import (
     BIAS_OVERRIDES,
+    RMS_OVERRIDES,
     Shape,
     check_norm,
     describe_norm,
@@ -629,6 +630,7 @@ registry.register(
         condition=_condition(centred=False),
         terms=_terms,
         bytes_moved=_bytes_moved,
+        tolerance_overrides=RMS_OVERRIDES,
         draw_options=_draw_options(draw_norm_options((None, 1e-6, 1e-12, 0.0), offset=True)),
         defaults=_rms_defaults,
     )

@@ -31,6 +31,19 @@ def _load_rows(ptr, row, stride, cols, mask):
 
 
 @triton.jit
+def _load_summand(ptr, row, stride, cols, mask, into: tl.constexpr):
+    """Rows of a summand of what is rounded to `into`.
+
+    LLVM makes of an fp32 sum of 16-bit numbers, rounded to fp16, an fp16 sum of the numbers in fp16, having counted
+    their digits only: 1e12 - 1e12 is inf - inf. Of bits moved to fp32's place it does not know that they were bf16.
+    """
+    values = tl.load(ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    if values.dtype == tl.bfloat16 and into == tl.float16:
+        return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
 def _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask):
     """Rows of the gradient of y, from both that it has in post-norm mode."""
     dy = _load_rows(dy_ptr, row, dy_stride, cols, mask)
@@ -45,18 +58,17 @@ def _load_sum(
     seed_ptr, threshold, keep_scale,
 ):  # fmt: skip
     """Rows of x; of an add + norm rows of residual + dropout(x) as they are rounded and, where wanted, stored."""
-    x = _load_rows(x_ptr, row, x_stride, cols, mask)
-    if residual_ptr is not None:
+    if residual_ptr is None:
+        return _load_rows(x_ptr, row, x_stride, cols, mask)
+    else:
+        into: tl.constexpr = (again_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
+        x = _load_summand(x_ptr, row, x_stride, cols, mask, into)
         if seed_ptr is not None:
             x = x * dropout_factor(seed_ptr, threshold, keep_scale, row, start, cols.shape[0])
-        total = x + _load_rows(residual_ptr, row, residual_stride, cols, mask)
+        rounded = (x + _load_summand(residual_ptr, row, residual_stride, cols, mask, into)).to(into)
         if sum_ptr is not None:
-            rounded = total.to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + row[:, None] * hidden + cols[None, :], rounded, mask=mask)
-        else:
-            rounded = total.to(again_ptr.dtype.element_ty)
-        x = rounded.to(tl.float32)
-    return x
+        return rounded.to(tl.float32)
 
 
 @triton.jit
