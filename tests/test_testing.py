@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,6 +81,18 @@ def test_an_override_allows_what_its_reason_says_and_no_more() -> None:
     assert judged("reference") == {"bias"}
     results["bias"].zero_()
     assert judged("reference") == {"bias"}
+
+
+def test_an_override_of_plain_pytorchs_dx() -> None:
+    case = a_case((100_000, 4), F32, values="tiny_spread", options={"eps": 3e-9})
+    sample = testing.make_sample(LAYER_NORM, case)
+    grad = testing.make_grad(case, sample.kwargs["input"].detach())
+    results = testing.run(LAYER_NORM.reference, sample, lambda output: grad)
+    judged = partial(testing.judge, LAYER_NORM, case, sample, grad, results)
+    assert red(judged(backend="planted")) == {"input"}
+    assert red(judged(backend="reference")) == set()
+    results["input"] *= 1.01
+    assert red(judged(backend="reference")) == {"input"}
 
 
 @pytest.mark.parametrize("name", ["output", "input"])

@@ -37,7 +37,7 @@ from ._common import (
 )
 from .dropout import draw_seed, drop, dropout_factor
 from .norm import (
-    BIAS_OVERRIDES,
+    LAYER_NORM_OVERRIDES,
     RMS_OVERRIDES,
     Shape,
     check_norm,
@@ -608,7 +608,7 @@ registry.register(
         condition=_condition(centred=True),
         terms=_terms,
         bytes_moved=_bytes_moved,
-        tolerance_overrides=BIAS_OVERRIDES,
+        tolerance_overrides=LAYER_NORM_OVERRIDES,
         draw_options=_draw_options(draw_norm_options((1e-5, 1e-12, 0.0))),
         defaults=_defaults,
     )

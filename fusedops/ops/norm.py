@@ -515,9 +515,17 @@ def _times(factor: float) -> Callable[[int], float]:
 
 
 Overrides = Mapping[tuple[str, str, str], tuple[Callable[[int], float], str]]
-# It shows where all rows are alike, as from an expanded gradient: 285 times the bound at 23,020 rows.
-BIAS_OVERRIDES: Overrides = {
-    ("reference", "cpu", "bias"): (_one_after_another, "PyTorch's LayerNorm adds rows up one after another on a CPU")
+LAYER_NORM_OVERRIDES: Overrides = {
+    # It shows where all rows are alike, as from an expanded gradient: 285 times the bound at 23,020 rows.
+    ("reference", "cpu", "bias"): (_one_after_another, "PyTorch's LayerNorm adds rows up one after another on a CPU"),
+    **{
+        ("reference", "cpu", name): (
+            _times(2.5),
+            "PyTorch's LayerNorm makes dx of Σ dy·x that is not centred on a CPU: 1.65 times the bound in rows of four "
+            "with a tiny spread, where native comes to 0.4",
+        )
+        for name in ("input", "residual")
+    },
 }
 _APEX_OVERRIDES: Overrides = {
     ("apex", "cuda", name): (
@@ -561,7 +569,7 @@ registry.register(
         condition=norm_condition(centred=True),
         terms=norm_terms,
         bytes_moved=_bytes_moved,
-        tolerance_overrides={**BIAS_OVERRIDES, **_APEX_OVERRIDES},
+        tolerance_overrides={**LAYER_NORM_OVERRIDES, **_APEX_OVERRIDES},
         draw_options=draw_norm_options((1e-5, 1e-12, 0.0)),
     )
 )
