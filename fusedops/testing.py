@@ -428,7 +428,7 @@ def compare(
         want: the float64 truth.
         condition: size of what was added up to make each element. NaN: only inf and NaN are judged there; inf: there
             is no bound, and nothing is judged.
-        terms: length N of the sum.
+        terms: length N of the sum, counted as 4 where it is less.
         name: what to call it in messages.
         baseline: PyTorch's own result, whose ULPs are reported.
         dtype: what ``got`` has to have; None: the baseline's, or any.
