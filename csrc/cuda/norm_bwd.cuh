@@ -70,6 +70,18 @@ __device__ inline void wait_for_copies(int pending) {
 }
 
 template <int kN, class acc_t>
+__device__ inline void store_vector(acc_t* p, const acc_t (&x)[kN]) {
+  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+#pragma unroll
+  for (int part = 0; part < kN / kPart; ++part) {
+    Vec<acc_t, kPart> v;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) v.v[j] = x[part * kPart + j];
+    store(p + part * kPart, v);
+  }
+}
+
+template <int kN, class acc_t>
 __device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
   constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
 #pragma unroll
@@ -286,19 +298,24 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   acc_t* sums = reinterpret_cast<acc_t*>(smem + layout.weight_bytes());  // [group][cols]
   acc_t* partial = static_cast<acc_t*>(p.n.workspace);                   // [dweight, dbias][partial_rows][hidden]
   const auto write_partial = [&](const acc_t(&mine)[kVecs][kVec]) {
+    acc_t* row = partial + static_cast<int64_t>(blockIdx.x) * p.hidden;
+    partial += static_cast<int64_t>(p.partial_rows) * p.hidden;
+    if (blockDim.y == 1) {
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        if (column(i) < p.hidden) store_vector(row + column(i), mine[i]);
+      }
+      return;
+    }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) sums[group * layout.cols + column(i) + j] = mine[i][j];
-    }
+    for (int i = 0; i < kVecs; ++i) store_vector(sums + group * layout.cols + column(i), mine[i]);
     __syncthreads();
     for (int col = group * blockDim.x + threadIdx.x; col < p.hidden; col += blockDim.x * blockDim.y) {
       acc_t sum = 0;
       for (int g = 0; g < blockDim.y; ++g) sum += sums[g * layout.cols + col];
-      partial[static_cast<int64_t>(blockIdx.x) * p.hidden + col] = sum;
+      row[col] = sum;
     }
-    partial += static_cast<int64_t>(p.partial_rows) * p.hidden;
   };
   if (p.n.dweight) write_partial(dweight);
   if (p.n.dbias) write_partial(dbias);
@@ -315,9 +332,16 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   wait_for_previous_kernel();
   ExactSum<acc_t> mine;
   if (col < p.hidden) {
-#pragma unroll 4
-    for (int row = threadIdx.y; row < p.partial_rows; row += kWarp) {
-      mine.add(partial[static_cast<int64_t>(row) * p.hidden + col]);
+    constexpr int kFlight = 5;  // loads under way: one round for up to 160 partial rows
+    for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kWarp) {
+      acc_t loaded[kFlight];
+#pragma unroll
+      for (int k = 0; k < kFlight; ++k) {
+        const int64_t from = row + k * kWarp;
+        loaded[k] = from < p.partial_rows ? partial[from * p.hidden + col] : acc_t(0);
+      }
+#pragma unroll
+      for (int k = 0; k < kFlight; ++k) mine.add(loaded[k]);
     }
   }
   sums[threadIdx.y][threadIdx.x] = mine.total();
