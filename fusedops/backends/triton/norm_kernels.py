@@ -22,7 +22,10 @@ of input and dy). Nothing is atomic: the parameter gradients are summed by each 
 import triton
 import triton.language as tl
 
+from . import launch
 from .dropout import dropout_factor
+
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
 
 
 @triton.jit
@@ -144,8 +147,11 @@ def _deviations(x, mean, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexp
     deviation = x - mean[:, None]
     if MASKED:
         deviation = tl.where((cols < hidden)[None, :], deviation, 0.0)
-    squares = tl.sum(deviation * deviation, axis=1)  # sums of their own: joined, the interpreter adds them in a row
-    return tl.sum(deviation, axis=1) if CENTER else tl.zeros_like(squares), squares
+    if INTERPRETED:  # joined, it would add them up one after another, in fp32
+        squares = tl.sum(deviation * deviation, axis=1)
+        return tl.sum(deviation, axis=1) if CENTER else tl.zeros_like(squares), squares
+    else:
+        return _row_sums(deviation, deviation, CENTER)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
