@@ -67,6 +67,13 @@ def _size(record: Record) -> str:
     return str(record["model"]) if "model" in record else "x".join(map(str, record["shape"]))
 
 
+def _place(record: Record) -> tuple[Any, ...]:
+    """Where a record stands in a chart, however old it is: by dtype, then by hidden size and rows."""
+    titles = list(_TITLES)
+    dtype = titles.index(record["dtype"]) if record["dtype"] in titles else len(titles)
+    return (dtype, *reversed(record.get("shape", ())))
+
+
 def _ordered(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
@@ -152,7 +159,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    drawn = [r for r in records if r["status"] in ("ok", "FAIL")]
+    drawn = sorted((r for r in records if r["status"] in ("ok", "FAIL")), key=_place)
     for op in _ordered(r["op"] for r in drawn if r["status"] == "ok"):
         some = [r for r in drawn if r["op"] == op]
         directions, dtypes = (_ordered(r[key] for r in some) for key in ("direction", "dtype"))
