@@ -37,13 +37,14 @@ TORCH_LIBRARY(fusedops, m) {
       "rms_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor rstd, "
       "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
-  // Those that draw random numbers themselves say so; the halves are told the seed, so they may be run again.
+  // Those that may draw random numbers themselves say so; the halves are told the seed, so they may be run again.
   const std::vector<at::Tag> random{at::Tag::nondeterministic_seeded};
-  m.def("dropout_seed(Tensor like) -> Tensor", random);
+  // torch.jit would fold a draw of known arguments into a constant, unless it takes it for one with side effects.
+  m.def(torch::schema("dropout_seed(Tensor like) -> Tensor", c10::AliasAnalysisKind::CONSERVATIVE), random);
   m.def(
       "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "Tensor? bias=None, float eps=1e-05, float dropout_p=0., bool post_norm=False, ScalarType? out_dtype=None, "
-      "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+      "ScalarType? residual_dtype=None, *, Tensor? seed=None) -> (Tensor y, Tensor residual_out)",
       random);
   m.def(
       "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
@@ -57,7 +58,8 @@ TORCH_LIBRARY(fusedops, m) {
   m.def(
       "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
       "float eps=1e-06, float weight_offset=0., float dropout_p=0., bool post_norm=False, "
-      "ScalarType? out_dtype=None, ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+      "ScalarType? out_dtype=None, ScalarType? residual_dtype=None, *, Tensor? seed=None) -> "
+      "(Tensor y, Tensor residual_out)",
       random);
   m.def(
       "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
@@ -114,11 +116,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("add_layer_norm", &fusedops::add_layer_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::arg("dropout_p") = 0.0,
         py::arg("post_norm") = false, py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(),
-        NoGil());
+        py::arg("seed") = py::none(), NoGil());
   m.def("add_rms_norm", &fusedops::add_rms_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0,
         py::arg("dropout_p") = 0.0, py::arg("post_norm") = false, py::arg("out_dtype") = py::none(),
-        py::arg("residual_dtype") = py::none(), NoGil());
+        py::arg("residual_dtype") = py::none(), py::arg("seed") = py::none(), NoGil());
 
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")

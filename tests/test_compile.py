@@ -166,6 +166,7 @@ def test_compiled_dropout_is_eagers(spec: OpSpec, backend: str, device: str) -> 
 @RANDOM_SPECS
 @pytest.mark.parametrize("decompose", [False, True])
 def test_exported_dropout_is_eagers(spec: OpSpec, decompose: bool, backend: str, device: str) -> None:
+    """With its gradients, but for Triton's programs: those are for inference."""
     op = as_function(spec, small_case(spec), dropout_p=0.5)
 
     class Model(torch.nn.Module):
@@ -181,6 +182,13 @@ def test_exported_dropout_is_eagers(spec: OpSpec, decompose: bool, backend: str,
         found.append([out for _ in range(2) for out in function(*leaves)])
     compare(backend, found[1], found[0])
     assert not torch.equal(found[1][1], found[1][3])
+    if backend == "triton":
+        return
+    found = []
+    for function in (op, program.module()):
+        torch.manual_seed(1)
+        found.append(results(function, [leaf.requires_grad_() for leaf in leaves]))
+    compare(backend, found[1], found[0])
 
 
 # ---------------------------------------------------------------- compiled autograd
@@ -307,6 +315,7 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
         (X, X + 1, [8], W, B, 1e-5, 0.0, False, None, None),
         (X16, X16.float(), [8], *NONE, 1e-5, 0.0, False, F32, BF16),
         (X, X + 1, [8], W, B, 1e-5, 0.0, True, BF16, None),
+        (X, X + 1, [8], W, B, 1e-5, 0.5, False, None, None, {"seed": SEED}),
     ],
     "add_layer_norm_fwd": [
         (X, X, [8], W, B, 1e-5, SEED, 0.5, False, False, None, None),
@@ -322,6 +331,7 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
         (X, X + 1, [8], W, 1e-5, 1.0, 0.0, False, None, None),
         (X16, X16.float(), [8], None, 1e-5, 0.0, 0.0, False, F32, BF16),
         (X, X + 1, [8], W, 1e-5, 1.0, 0.0, True, BF16, None),
+        (X, X + 1, [8], W, 1e-5, 1.0, 0.5, False, None, None, {"seed": SEED}),
     ],
     "add_rms_norm_fwd": [
         (X, X, [8], W, 1e-5, 1.0, SEED, 0.5, False, False, None, None),
@@ -347,7 +357,8 @@ def test_opcheck(name: str, backend: str, device: str) -> None:
         leaves = tuple(
             a.detach().to(device).clone().requires_grad_(whole) if isinstance(a, Tensor) else a for a in args
         )
-        torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves)
+        named = leaves[-1] if isinstance(leaves[-1], dict) else {}
+        torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves[: len(leaves) - bool(named)], named)
 
 
 def test_two_ops_first_seen_in_one_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

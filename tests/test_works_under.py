@@ -401,6 +401,20 @@ def test_traced_functions(spec: OpSpec) -> None:
     assert_close(results(traced, others), results(op, others))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@RANDOM_SPECS
+def test_traced_dropout_has_a_mask_a_call(spec: OpSpec) -> None:
+    op, given = as_function(spec, small_case(spec), dropout_p=0.5), make_leaves(spec, small_case(spec))
+    traced = torch.jit.trace(op, tuple(given), check_trace=False)
+    found = []
+    for function in (op, traced):
+        torch.manual_seed(1)
+        found.append([results(function, given) for _ in range(4)])  # the executor optimises after the second
+    for want, got in zip(*found, strict=True):
+        assert_close(got, want, rtol=1e-4, atol=1e-4)  # as of compiled code: other kernels, and the loss is cubed
+    assert not torch.equal(found[1][2][1], found[1][3][1])
+
+
 @pytest.mark.parametrize("module", [fusedops.nn.AddLayerNorm, fusedops.nn.AddRMSNorm])
 def test_symbolically_traced_adds(module: Module) -> None:
     net = module(8, dropout_p=0.5)

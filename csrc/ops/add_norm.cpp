@@ -189,26 +189,27 @@ Tensor dropout_seed_kernel(const Tensor& like) {
   return like.is_meta() ? seed : seed.random_(0, INT64_MAX);  // the numbers that torch.randint draws
 }
 
-OptTensor seed_for(double dropout_p, const Tensor& input) {
-  return dropout_p > 0 ? OptTensor(dropout_seed_kernel(input)) : OptTensor();
+OptTensor seed_for(const OptTensor& seed, double dropout_p, const Tensor& input) {
+  return given(seed) || !(dropout_p > 0) ? seed : OptTensor(dropout_seed_kernel(input));
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm_kernel(const Tensor& input, const Tensor& residual,
                                                  at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                                                  const OptTensor& bias, double eps, double dropout_p, bool post_norm,
-                                                 OptDtype out_dtype, OptDtype residual_dtype) {
-  auto out = forward(Norm::layer, input, residual, normalized_shape, weight, bias, eps, 0.0, seed_for(dropout_p, input),
-                     dropout_p, post_norm, /*keep_total=*/false, out_dtype, residual_dtype, Stats::drop);
+                                                 OptDtype out_dtype, OptDtype residual_dtype, const OptTensor& seed) {
+  auto out =
+      forward(Norm::layer, input, residual, normalized_shape, weight, bias, eps, 0.0, seed_for(seed, dropout_p, input),
+              dropout_p, post_norm, /*keep_total=*/false, out_dtype, residual_dtype, Stats::drop);
   return {out.y, out.residual_out};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_kernel(const Tensor& input, const Tensor& residual,
                                                at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
                                                double weight_offset, double dropout_p, bool post_norm,
-                                               OptDtype out_dtype, OptDtype residual_dtype) {
-  auto out =
-      forward(Norm::rms, input, residual, normalized_shape, weight, {}, eps, weight_offset, seed_for(dropout_p, input),
-              dropout_p, post_norm, /*keep_total=*/false, out_dtype, residual_dtype, Stats::drop);
+                                               OptDtype out_dtype, OptDtype residual_dtype, const OptTensor& seed) {
+  auto out = forward(Norm::rms, input, residual, normalized_shape, weight, {}, eps, weight_offset,
+                     seed_for(seed, dropout_p, input), dropout_p, post_norm, /*keep_total=*/false, out_dtype,
+                     residual_dtype, Stats::drop);
   return {out.y, out.residual_out};
 }
 
@@ -268,18 +269,19 @@ void register_add_norms(torch::Library& m) {
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
                                           at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                                           const OptTensor& bias, double eps, double dropout_p, bool post_norm,
-                                          OptDtype out_dtype, OptDtype residual_dtype) {
+                                          OptDtype out_dtype, OptDtype residual_dtype, const OptTensor& seed) {
   static const auto op = find_op<decltype(add_layer_norm)>("fusedops::add_layer_norm");
-  return op.call(input, residual, normalized_shape, weight, bias, eps, dropout_p, post_norm, out_dtype, residual_dtype);
+  return op.call(input, residual, normalized_shape, weight, bias, eps, dropout_p, post_norm, out_dtype, residual_dtype,
+                 seed);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
                                         at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
                                         double weight_offset, double dropout_p, bool post_norm, OptDtype out_dtype,
-                                        OptDtype residual_dtype) {
+                                        OptDtype residual_dtype, const OptTensor& seed) {
   static const auto op = find_op<decltype(add_rms_norm)>("fusedops::add_rms_norm");
   return op.call(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, post_norm, out_dtype,
-                 residual_dtype);
+                 residual_dtype, seed);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,

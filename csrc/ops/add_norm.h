@@ -10,20 +10,23 @@
 
 namespace fusedops {
 
-// (y, residual_out): the sum, or the same norm in residual_dtype where post_norm
+// (y, residual_out): the sum, or the same norm in residual_dtype where post_norm. Without a seed a call that drops
+// elements draws one.
 std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& input, const at::Tensor& residual,
                                                   at::SymIntArrayRef normalized_shape,
                                                   const std::optional<at::Tensor>& weight,
                                                   const std::optional<at::Tensor>& bias, double eps, double dropout_p,
                                                   bool post_norm, std::optional<at::ScalarType> out_dtype,
-                                                  std::optional<at::ScalarType> residual_dtype);
+                                                  std::optional<at::ScalarType> residual_dtype,
+                                                  const std::optional<at::Tensor>& seed);
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
                                                 at::SymIntArrayRef normalized_shape,
                                                 const std::optional<at::Tensor>& weight, double eps,
                                                 double weight_offset, double dropout_p, bool post_norm,
                                                 std::optional<at::ScalarType> out_dtype,
-                                                std::optional<at::ScalarType> residual_dtype);
+                                                std::optional<at::ScalarType> residual_dtype,
+                                                const std::optional<at::Tensor>& seed);
 
 // (y, residual_out, total, mean, rstd); without a seed nothing is dropped. total is the sum where residual_out is not
 // and keep_total asks for it, else undefined.

@@ -20,10 +20,11 @@ namespace fusedops {
 
 namespace {
 
-// A call's seed, or none. Each has an argument of its own, or the compiler would take two seeds for one: it knows only
-// torch's own ops for random. (An empty tensor is not found twice either.)
-OptTensor new_seed(double dropout_p, const Tensor& input) {
-  if (!(dropout_p > 0)) return {};
+// A call's seed: given, or drawn where it drops elements, or none. Each draw has an argument of its own, or the
+// compiler would take two seeds for one: it knows only torch's own ops for random. (An empty tensor is not found twice
+// either.)
+OptTensor seed_for(const OptTensor& seed, double dropout_p, const Tensor& input) {
+  if (given(seed) || !(dropout_p > 0)) return seed;
   return dropout_seed(at::empty({0}, input.options().dtype(at::kLong).memory_format(std::nullopt)));
 }
 
@@ -121,9 +122,9 @@ struct AddLayerNorm : torch::autograd::Function<AddLayerNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& residual,
                                at::SymIntArrayRef normalized_shape, const OptTensor& weight, const OptTensor& bias,
                                double eps, double dropout_p, bool post_norm, OptDtype out_dtype,
-                               OptDtype residual_dtype) {
+                               OptDtype residual_dtype, const OptTensor& given_seed) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const OptTensor seed = new_seed(dropout_p, input);
+    const OptTensor seed = seed_for(given_seed, dropout_p, input);
     auto [y, residual_out, total, mean, rstd] =
         add_layer_norm_fwd(input, residual, normalized_shape, weight, bias, eps, seed, dropout_p, post_norm,
                            /*keep_total=*/true, out_dtype, residual_dtype);
@@ -145,7 +146,7 @@ struct AddLayerNorm : torch::autograd::Function<AddLayerNorm> {
           s.post_norm, s.mask, s.input_dtype, s.residual_dtype, s.bias_dtype);
       d = {s.mask[0] && !dinput.defined() ? dresidual : dinput, dresidual, dweight, dbias};
     }
-    return {d[0], d[1], Tensor(), d[2], d[3], Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    return {d[0], d[1], Tensor(), d[2], d[3], Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -155,9 +156,9 @@ struct AddRMSNorm : torch::autograd::Function<AddRMSNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& residual,
                                at::SymIntArrayRef normalized_shape, const OptTensor& weight, double eps,
                                double weight_offset, double dropout_p, bool post_norm, OptDtype out_dtype,
-                               OptDtype residual_dtype) {
+                               OptDtype residual_dtype, const OptTensor& given_seed) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const OptTensor seed = new_seed(dropout_p, input);
+    const OptTensor seed = seed_for(given_seed, dropout_p, input);
     auto [y, residual_out, total, rstd] =
         add_rms_norm_fwd(input, residual, normalized_shape, weight, eps, weight_offset, seed, dropout_p, post_norm,
                          /*keep_total=*/true, out_dtype, residual_dtype);
@@ -179,49 +180,43 @@ struct AddRMSNorm : torch::autograd::Function<AddRMSNorm> {
           s.dropout_p, s.post_norm, {s.mask[0], s.mask[1], s.mask[2]}, s.input_dtype, s.residual_dtype);
       d = {s.mask[0] && !dinput.defined() ? dresidual : dinput, dresidual, dweight};
     }
-    return {d[0], d[1], Tensor(), d[2], Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    return {d[0], d[1], Tensor(), d[2], Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 std::tuple<Tensor, Tensor> add_layer_norm_autograd(const Tensor& input, const Tensor& residual,
                                                    at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                                                    const OptTensor& bias, double eps, double dropout_p, bool post_norm,
-                                                   OptDtype out_dtype, OptDtype residual_dtype) {
+                                                   OptDtype out_dtype, OptDtype residual_dtype, const OptTensor& seed) {
   if (at::GradMode::is_enabled() &&
       (input.requires_grad() || residual.requires_grad() || wants_grad(weight) || wants_grad(bias))) {
     auto out = AddLayerNorm::apply(input, residual, normalized_shape, weight, bias, eps, dropout_p, post_norm,
-                                   out_dtype, residual_dtype);
+                                   out_dtype, residual_dtype, seed);
     return {out[0], out[1]};
   }
   refuse_forward_mode("add_layer_norm", input, OptTensor(residual), weight, bias);
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (const OptTensor seed = new_seed(dropout_p, input)) {  // outside the op: a graph merges equal calls
-    const auto out = add_layer_norm_fwd(input, residual, normalized_shape, weight, bias, eps, seed, dropout_p,
-                                        post_norm, /*keep_total=*/false, out_dtype, residual_dtype);
-    return {std::get<0>(out), std::get<1>(out)};
-  }
+  // The seed comes from outside the op: a graph merges equal calls, and one traced without gradients may be run with
+  // them, for which the op has to be whole.
   return add_layer_norm(input, residual, normalized_shape, weight, bias, eps, dropout_p, post_norm, out_dtype,
-                        residual_dtype);
+                        residual_dtype, seed_for(seed, dropout_p, input));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& input, const Tensor& residual,
                                                  at::SymIntArrayRef normalized_shape, const OptTensor& weight,
                                                  double eps, double weight_offset, double dropout_p, bool post_norm,
-                                                 OptDtype out_dtype, OptDtype residual_dtype) {
+                                                 OptDtype out_dtype, OptDtype residual_dtype, const OptTensor& seed) {
   if (at::GradMode::is_enabled() && (input.requires_grad() || residual.requires_grad() || wants_grad(weight))) {
     auto out = AddRMSNorm::apply(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, post_norm,
-                                 out_dtype, residual_dtype);
+                                 out_dtype, residual_dtype, seed);
     return {out[0], out[1]};
   }
   refuse_forward_mode("add_rms_norm", input, OptTensor(residual), weight);
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (const OptTensor seed = new_seed(dropout_p, input)) {  // outside the op: a graph merges equal calls
-    const auto out = add_rms_norm_fwd(input, residual, normalized_shape, weight, eps, weight_offset, seed, dropout_p,
-                                      post_norm, /*keep_total=*/false, out_dtype, residual_dtype);
-    return {std::get<0>(out), std::get<1>(out)};
-  }
+  // The seed comes from outside the op: a graph merges equal calls, and one traced without gradients may be run with
+  // them, for which the op has to be whole.
   return add_rms_norm(input, residual, normalized_shape, weight, eps, weight_offset, dropout_p, post_norm, out_dtype,
-                      residual_dtype);
+                      residual_dtype, seed_for(seed, dropout_p, input));
 }
 
 }  // namespace

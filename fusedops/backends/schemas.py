@@ -32,7 +32,7 @@ SCHEMAS = (
     "dropout_seed(Tensor like) -> Tensor",
     "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
     "Tensor? bias=None, float eps=1e-05, float dropout_p=0., bool post_norm=False, ScalarType? out_dtype=None, "
-    "ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+    "ScalarType? residual_dtype=None, *, Tensor? seed=None) -> (Tensor y, Tensor residual_out)",
     "add_layer_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
     "float eps, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, ScalarType? out_dtype, "
     "ScalarType? residual_dtype) -> (Tensor y, Tensor residual_out, Tensor total, Tensor mean, Tensor rstd)",
@@ -42,7 +42,8 @@ SCHEMAS = (
     "(Tensor dinput, Tensor dresidual, Tensor dweight, Tensor dbias)",
     "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, "
     "float eps=1e-06, float weight_offset=0., float dropout_p=0., bool post_norm=False, "
-    "ScalarType? out_dtype=None, ScalarType? residual_dtype=None) -> (Tensor y, Tensor residual_out)",
+    "ScalarType? out_dtype=None, ScalarType? residual_dtype=None, *, Tensor? seed=None) -> "
+    "(Tensor y, Tensor residual_out)",
     "add_rms_norm_fwd(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, float eps, "
     "float weight_offset, Tensor? seed, float dropout_p, bool post_norm, bool keep_total, "
     "ScalarType? out_dtype, ScalarType? residual_dtype) -> "
@@ -61,9 +62,11 @@ def define() -> torch.library.Library:
     library = torch.library.Library("fusedops", "DEF")
     for schema in SCHEMAS:
         name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if name in RANDOM else ())
+        draws = name == "dropout_seed"
+        tags = (torch.Tag.nondeterministic_seeded,) if name in RANDOM else ()
+        library.define(schema, "CONSERVATIVE" if draws else "", tags=tags)
         # A seed is drawn by an op of its own in compiled graphs too: PyTorch's draw would be the compiler's.
-        key = "CompositeExplicitAutograd" if name == "dropout_seed" else "CompositeImplicitAutograd"
+        key = "CompositeExplicitAutograd" if draws else "CompositeImplicitAutograd"
         library.impl(name, _IMPLEMENTATIONS[name], key)
     return library
 
