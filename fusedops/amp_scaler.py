@@ -19,6 +19,7 @@ class GradScaler(torch.amp.GradScaler):
     Nothing waits for the device.
     """
 
+    @torch.compiler.disable  # the compiler keeps states by the id of an optimizer of its own making
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` unless a gradient holds an inf or NaN; see ``torch.amp.GradScaler.step``.
 

@@ -130,6 +130,29 @@ def test_a_gradient_spoilt_after_unscale_acts_as_unfused(make_scaler):
     assert results[0] == results[1] == [True, False, False, False]
 
 
+@both_scalers
+def test_in_a_compiled_function(make_scaler):
+    """The compiler replaces neither the optimizer nor its stage in the scaler."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer, scaler = optim.AdamW([p], lr=0.1), make_scaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def train(x, p=p, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            scaler.scale((p * x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        function = torch.compile(train, backend="eager") if compiled else train
+        for x in (torch.ones(3), torch.full((3,), INF), torch.arange(3.0), torch.ones(3)):
+            function(x)
+        results.append((p.detach(), scaler.get_scale(), float(optimizer.state[p]["step"])))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:] == (4.0, 3.0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_growth_and_backoff_over_2000_steps(device):
     generator = torch.Generator().manual_seed(0)
