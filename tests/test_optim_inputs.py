@@ -193,6 +193,20 @@ def test_a_plan_that_can_not_be_made_leaves_no_state(monkeypatch):
     assert not optimizer.state
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 1.0), ("max_grad_norm", None), ("backend", "reference")])
+def test_what_an_optimizer_has_as_a_whole_is_refused_in_a_group(name, value):
+    group = {"params": [ones(3)], name: value}
+    with pytest.raises(ValueError, match=f"AdamW: {name}: expected as AdamW's own argument, not in a group"):
+        optim.AdamW([group])
+    optimizer = optim.AdamW([ones(2)])
+    with pytest.raises(ValueError, match=f"AdamW: {name}: "):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][name] = value
+    optimizer.load_state_dict(saved)  # a note of its maker's, as any other
+
+
 NONSENSE = {
     "lr": ({"lr": math.nan}, {}, "lr"),
     "negative lr": ({"lr": torch.tensor(-1.0)}, {}, "lr"),

@@ -141,6 +141,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             params = param_group["params"]
             if not isinstance(params, set):  # torch's own TypeError says why
                 param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+                checks.check_no_group_option(owner, param_group)
                 filled = {**self.defaults, **param_group}
                 checks.check_group(owner, filled)
                 if self.backend is not None and param_group["params"]:

@@ -109,6 +109,15 @@ def check_numbers(owner: str, group: Mapping[str, Any]) -> None:
         _check_number(owner, name, group[name])
 
 
+def check_no_group_option(owner: str, group: Mapping[str, Any]) -> None:
+    """Raise ValueError where a new group sets what only the optimizer as a whole has."""
+    for name in ("max_grad_norm", "backend"):
+        if name in group:
+            raise ValueError(
+                f"{owner}: {name}: expected as {owner}'s own argument, not in a group, got {group[name]!r}"
+            )
+
+
 def check_max_grad_norm(owner: str, value: Any) -> None:
     """Raise ValueError unless the bound of the gradients' norm is None or a number above 0."""
     if value is not None and not (isinstance(value, _REAL) and value > 0):
