@@ -298,7 +298,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         The row of the table, each backend's verdict with its reasons, and where the choice came from.
 
     Raises:
-        ValueError: an op that dispatch does not know.
+        ValueError: an op or backend that dispatch does not know, or an argument that the op refuses.
     """
     from . import registry
     from .ops._common import why_plain
@@ -316,6 +316,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         call = describe_optimizer(name, *args, **kwargs)
     else:
         raise ValueError(f"explain: op: expected one of {', '.join(known_ops())}, got {name!r}")
+    if backend is not None:
+        check_backend(backend, f"{name}: backend")
     verdicts = tuple((other, tuple(refusals(other, call))) for other in config.BACKENDS)
     if plain:
         return Explanation(call, "reference", plain, match_row(call), verdicts)

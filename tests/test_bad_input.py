@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -122,6 +123,47 @@ def test_bad_argument_is_named_when_compiled(spec: OpSpec, name: str, backend: s
     torch._dynamo.reset()
     with pytest.raises(Exception, match=rf"{spec.name}: {name}: expected .*, got .*int64"):
         compiled()
+
+
+class Tagged(Tensor):
+    """A subclass without a dispatch of its own."""
+
+
+def _in_forward_mode(function: Callable[..., Any], x: Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return function(x)
+
+
+# What makes every call take plain PyTorch.
+PLAIN: dict[str, Callable[[Callable[..., Any], Tensor], Any]] = {
+    "vmap": lambda function, x: torch.vmap(function)(x[None]),
+    "forward mode": _in_forward_mode,
+    "subclass": lambda function, x: function(x.as_subclass(Tagged)),
+    "nested": lambda function, x: function(torch.nested.nested_tensor([x])),
+    "compiled subclass": lambda function, x: torch.compile(function, backend="eager")(x.as_subclass(Tagged)),
+}
+
+
+@every_op
+@pytest.mark.parametrize("under", [*PLAIN, "disabled"])
+@pytest.mark.parametrize("name", ["out_dtype", "residual_dtype", "backend"])
+def test_bad_option_is_named_where_plain_pytorch_serves(
+    spec: OpSpec, name: str, under: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name not in inspect.signature(spec.function).parameters:
+        pytest.skip(f"{spec.name} has no {name}")
+    torch._dynamo.reset()
+    if under == "disabled":
+        for module in (fusedops.ops._common, fusedops.ops.norm, fusedops.ops.add_norm, fusedops.amp):
+            monkeypatch.setattr(module, "CONFIG", dataclasses.replace(fusedops.config.CONFIG, disabled=True))
+    call = PLAIN.get(under, lambda function, x: function(x))
+    for value in OPTIONS[name]:
+
+        def function(x: Tensor, value: Any = value) -> Any:
+            return spec.function(x, *([x] if spec.like_input else []), (HIDDEN,), **{name: value})
+
+        with pytest.raises(Exception, match=rf"{spec.name}: {name}: expected .*, got"):
+            call(function, torch.rand(ROWS, HIDDEN))
 
 
 @every_op

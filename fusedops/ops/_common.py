@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import dispatch, registry
-from ..config import CONFIG
+from ..config import CONFIG, check_backend
 from ..dispatch import Call, Choice
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
@@ -56,12 +56,11 @@ def _unusual_sizes(shape: Any, op: str) -> tuple[int, ...]:
         raise ValueError(f"{op}: normalized_shape: expected an integer or a sequence of them, got {shape!r}") from None
 
 
-def check_out_dtype(op: str, out_dtype: torch.dtype, input: Tensor, name: str = "out_dtype") -> None:
-    """Raise ValueError if a result of ``out_dtype`` can't be made from ``input``."""
-    if out_dtype not in FLOATS or (out_dtype is torch.float64) != (input.dtype is torch.float64):
+def check_out_dtype(op: str, out_dtype: Any, dtype: torch.dtype, name: str = "out_dtype") -> None:
+    """Raise ValueError if a result of ``out_dtype`` can't be made from an input of ``dtype``."""
+    if out_dtype not in FLOATS or (out_dtype is torch.float64) != (dtype is torch.float64):
         raise ValueError(
-            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} "
-            f"with {input.dtype} input"
+            f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} with {dtype} input"
         )
 
 
@@ -74,7 +73,9 @@ def check_offset(op: str, weight_offset: Any, weight: Tensor | None) -> None:
 
 
 def check_dense(op: str, name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the elements of a tensor lie in memory, where strides find them."""
+    """Raise ValueError unless it is a tensor whose elements lie in memory, where strides find them."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{op}: {name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout in _NOT_DENSE:
         raise ValueError(f"{op}: {name}: expected a dense tensor, got layout {tensor.layout}")
     if torch.compiler.is_compiling() or _are_transforms_active() or type(tensor) not in _PLAIN:
@@ -175,6 +176,7 @@ def choose(
         found: Choice = getattr(_traced, key)
         return found
     if type(input) is Tensor and input.is_nested:
+        _check_named(op, backend)
         return _by_component(op, (input, *others), shape, out_dtype, options)
     if (
         CONFIG.disabled
@@ -183,7 +185,7 @@ def choose(
         or _tracing_state() is not None
         or not _PLAIN.issuperset(map(type, (input, *others)))
     ):
-        return _plain(op)
+        return _plain(op, input.dtype, out_dtype, backend)
     key = (op, backend, out_dtype, options, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
     choice = dispatch.cache.get(key)
@@ -219,8 +221,17 @@ def _is_unknown(tensor: Tensor) -> bool:
     return tensor.is_nested or type(tensor) not in _PLAIN
 
 
-def _plain(op: str) -> Choice:
+def _plain(op: str, dtype: torch.dtype | None, out_dtype: torch.dtype | None, backend: str | None) -> Choice:
+    """Choose plain PyTorch, which would take any dtype and has no use for a backend, after the checks of others."""
+    if dtype in FLOATS and out_dtype is not None:  # else the input is to be named
+        check_out_dtype(op, out_dtype, dtype)
+    _check_named(op, backend)
     return Choice("reference", registry.OPS[op].reference)
+
+
+def _check_named(op: str, backend: str | None) -> None:
+    if backend is not None:
+        check_backend(backend, f"{op}: backend")
 
 
 def _by_component(
@@ -277,7 +288,7 @@ def _choose_compiling(
     """
     tangents = _forward_ad._current_level >= 0
     if CONFIG.disabled or _are_transforms_active() or tangents or not TENSOR_TYPES.issuperset(types):
-        choice = _plain(op)
+        choice = _plain(op, dtypes[0], dtypes[-1], forced)
     else:
         tensors = [None if d is None else _stand_in(d) for d in dtypes[:-1]]
         call = _describe(op, tensors, (1,), dtypes[-1], options)

@@ -252,7 +252,7 @@ def _probability(op: str, p: float, training: bool) -> float:
 
 
 def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:
-    check_out_dtype(op, dtype, input, "residual_dtype")
+    check_out_dtype(op, dtype, input.dtype, "residual_dtype")
 
 
 def _check_post_norm(op: str, post_norm: Any) -> None:

@@ -238,7 +238,7 @@ def describe_norm(
     """Check a call of a norm and describe it."""
     check_norm(op, input, shape, *parameters.values())
     if out_dtype is not None:
-        check_out_dtype(op, out_dtype, input)
+        check_out_dtype(op, out_dtype, input.dtype)
     dtypes = (
         ("input", input.dtype),
         *((name, parameter.dtype) for name, parameter in parameters.items() if parameter is not None),
