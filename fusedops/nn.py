@@ -97,6 +97,8 @@ class AddLayerNorm(LayerNorm):
         residual_dtype: dtype of the sum and of the next residual; None: the residual's.
     """
 
+    post_norm: bool = False  # modules that were pickled before it was have none
+
     def __init__(
         self,
         *args: Any,
@@ -132,6 +134,8 @@ class AddRMSNorm(RMSNorm):
         out_dtype: dtype of the norm; None: the input's, under autocast the autocast dtype.
         residual_dtype: dtype of the sum and of the next residual; None: the residual's.
     """
+
+    post_norm: bool = False  # modules that were pickled before it was have none
 
     def __init__(
         self,

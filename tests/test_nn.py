@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.nn import AddRMSNorm, LayerNorm, RMSNorm
+from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 
 F32, BF16 = torch.float32, torch.bfloat16
 PAIRS = pytest.mark.parametrize(
@@ -107,6 +107,16 @@ def test_an_instance_pickled_before_out_dtype_existed_still_runs(ours: Module, t
     del module.__dict__["out_dtype"]
     old = pickle.loads(pickle.dumps(module))
     assert old(torch.randn(2, 8)).dtype is F32
+
+
+@pytest.mark.parametrize("ours", [AddLayerNorm, AddRMSNorm])
+def test_an_instance_pickled_before_post_norm_existed_still_runs(ours: Module) -> None:
+    module = ours(8)
+    del module.__dict__["post_norm"]
+    x = torch.randn(2, 8)
+    old = pickle.loads(pickle.dumps(module))
+    assert torch.equal(old(x, x)[1], x + x)
+    assert "post_norm=False" in repr(old)
 
 
 @PAIRS
