@@ -47,7 +47,9 @@ def parse(environ: Mapping[str, str]) -> Config:
         raise ValueError(f"FUSEDOPS_DISABLE: expected 0 or 1, got {disable!r}")
     forced = {}
     for part in filter(None, given.get("FUSEDOPS_BACKEND", "").split(",")):
-        op, _, name = part.strip().rpartition("=")
+        op, equals, name = map(str.strip, part.rpartition("="))
+        if equals and not op:
+            raise ValueError(f"FUSEDOPS_BACKEND: expected the name of an op before '=', got {part.strip()!r}")
         forced[op or "*"] = check_backend(name, "FUSEDOPS_BACKEND")
     logs = frozenset(filter(None, (part.strip() for part in given.get("FUSEDOPS_LOGS", "").split(","))))
     if unknown := logs.difference(_LOGS):

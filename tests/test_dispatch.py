@@ -244,6 +244,10 @@ def test_environment_is_parsed() -> None:
         "layer_norm": "reference",
         "adamw": "triton",
     }
+    assert config.parse({"FUSEDOPS_BACKEND": " layer_norm = native ,reference"}).forced == {
+        "layer_norm": "native",
+        "*": "reference",
+    }
     assert config.parse({"FUSEDOPS_DISABLE": "1"}).disabled
     empty = config.parse({"FUSEDOPS_BACKEND": "", "FUSEDOPS_DISABLE": ""})
     assert (empty.forced, empty.disabled, empty.given) == ({}, False, {})
@@ -253,7 +257,7 @@ def test_environment_is_parsed() -> None:
     ("name", "value"),
     [
         ("FUSEDOPS_DISABLE", "yes"), ("FUSEDOPS_BACKEND", "cuda"), ("FUSEDOPS_BACKEND", "layer_norm="),
-        ("FUSEDOPS_BACKEND", "layer_norm=natve"), ("FUSEDOPS_LOGS", "everything"),
+        ("FUSEDOPS_BACKEND", "layer_norm=natve"), ("FUSEDOPS_BACKEND", "=native"), ("FUSEDOPS_LOGS", "everything"),
     ],
 )  # fmt: skip
 def test_bad_environment_is_named(name: str, value: str) -> None:
@@ -393,6 +397,21 @@ def test_explain_prints_row_verdicts_and_origin(fake: Callable[..., None]) -> No
 def test_explain_runs_nothing_and_refuses_unknown_ops() -> None:
     with pytest.raises(ValueError, match=r"expected one of layer_norm, rms_norm, .*got 'norm'"):
         fusedops.explain("norm", torch.randn(2, 2), 2)
+
+
+@pytest.mark.parametrize("backend", ["nope", "memory", "philox", "schemas", 3])
+@pytest.mark.parametrize("op", ["layer_norm", "adamw"])
+def test_explain_refuses_what_is_no_backend(op: str, backend: object) -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(ValueError, match=rf"{op}: backend: expected one of native, .*, got {backend!r}"):
+        fusedops.explain(op, *((x, 8) if op == "layer_norm" else ([x],)), backend=backend)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_explain_refuses_what_is_no_tensor(op: str) -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(ValueError, match=f"{op}: input: expected a tensor, got int"):
+        fusedops.explain(op, 3, *([x] if "add" in op else []), 8)
 
 
 @pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])

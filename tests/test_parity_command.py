@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -34,8 +35,10 @@ def test_wrong_and_crashing_cells_exit_1(capsys: pytest.CaptureFixture[str], mon
     dispatch.cache.clear()
     assert main(["parity", "--backend", "reference", "--op", "rms_norm", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    for part in ("FAIL rms_norm on reference (cpu), case 9x768-bf16-weight_bf16, seed 0", "planted crash", "are wrong"):
+    for part in ("FAIL rms_norm on reference (cpu), case 9x768-bf16-weight_bf16, seed 0", "planted crash"):
         assert part in out
+    (tried,) = re.findall(r"\n[1-9]\d* of (\d+) cells are wrong", out)
+    assert int(tried) == len([*OPS["rms_norm"].cases("quick")])
 
 
 def test_absent_backend_that_was_asked_for_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +54,19 @@ def test_unknown_names(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert "expected any of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_no_cases(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["parity", f"--fuzz={number}"])
+    assert error.value.code == 2
+    assert f"expected a number of cases from 1 on, got '{number}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["parity"], ["bench", "norm"]])
-@pytest.mark.parametrize(("device", "message"), [("tpu", "expected a device"), ("cuda:99", "CUDA devices, got")])
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("tpu", "expected a device"), ("meta", "expected a device that"), ("cuda:99", "CUDA devices, got")],
+)
 def test_absent_devices(command: list[str], device: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         main([*command, "--device", device])

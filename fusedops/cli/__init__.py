@@ -28,6 +28,8 @@ def parse_device(text: str) -> torch.device:
         found = torch.device(text)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"expected a device, as cpu, cuda or cuda:1, got {text!r}") from None
+    if found.type == "meta":
+        raise argparse.ArgumentTypeError(f"expected a device that computes, got {text!r}")
     count = torch.cuda.device_count()
     if found.type == "cuda" and (found.index or 0) >= count:
         raise argparse.ArgumentTypeError(f"this torch sees {count} CUDA devices, got {text!r}")

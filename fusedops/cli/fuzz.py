@@ -15,13 +15,19 @@ from ..fuzz.sweep import Sweep, Target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of fuzzing to those of parity."""
     add = parser.add_argument_group("fuzzing").add_argument
-    add("--fuzz", type=int, metavar="N", help="draw N cases in all instead, optimizers among them; see also --seed")
+    add("--fuzz", type=_count, metavar="N", help="draw N cases in all instead, optimizers among them; see also --seed")
     add("--per-cell", type=int, default=300, metavar="N", help="at least so many of each cell and direction (300)")
     add("--large-every", type=int, metavar="N", help="one of N has 16 MiB or more; 0: none (GPU: 10, CPU: 100)")
     add("--minutes", type=float, default=float("inf"), metavar="M", help="stop by then")
     add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="this process runs part I (from 0) of N")
     add("--out", type=Path, metavar="FILE", help="write what was tried, a JSON record a line")
     add("--case", metavar="NAME", help="run one drawn case again, as layer_norm/native/bf16-fp32/0/17 or …/0/19/large")
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a number of cases from 1 on, got {text!r}")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
