@@ -322,3 +322,27 @@ def test_an_eps_that_is_no_number_is_named(eps: object) -> None:
     for op in (fusedops.layer_norm, fusedops.rms_norm):
         with pytest.raises(ValueError, match=r"eps: expected a number >= 0, got"):
             op(torch.ones(2, 8), 8, eps=eps)
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_third_derivatives_are_those_of_the_formula(centred: bool) -> None:
+    """From native kernels; on a CPU PyTorch's own LayerNorm, hence our reference, has others."""
+    if fusedops.backends("cpu")["native"]:
+        pytest.skip("needs the extension")
+
+    def formula(x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if centred else x
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+    def native(x: Tensor) -> Tensor:
+        return (fusedops.layer_norm if centred else fusedops.rms_norm)(x, 5, eps=1e-5, backend="native")
+
+    found, start = [], torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for function in (formula, native):
+        x = start.clone().requires_grad_()
+        value = (function(x) ** 3).sum()
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(value, x, create_graph=True)
+            value = (grad**2).sum()
+        found.append(grad.detach())
+    torch.testing.assert_close(found[1], found[0])

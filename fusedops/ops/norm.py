@@ -152,7 +152,10 @@ def layer_norm_reference(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times."""
+    """Compute ``layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable any number of times.
+
+    Not on a CPU: PyTorch's own LayerNorm, which is fast there, has wrong third derivatives.
+    """
     acc, hidden = wide(input.dtype), math.prod(normalized_shape)
     # Over one dimension: with several and many rows, PyTorch 2.11's dweight has the wrong shape on CUDA.
     x = input.to(acc).reshape(*input.shape[: input.dim() - len(normalized_shape)], hidden)
