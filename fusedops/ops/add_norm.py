@@ -204,7 +204,7 @@ def add_layer_norm_reference(
     out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None, *, seed: Tensor | None = None,
     rounded: Tensor | None = None,
 ) -> Pair:  # fmt: skip
-    """Compute ``add_layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64), differentiable as ``layer_norm_reference`` is.
+    """Compute ``add_layer_norm`` in plain PyTorch, in fp32 (fp64 for fp64); derivatives as ``layer_norm_reference``.
 
     ``seed`` and ``rounded`` repeat what another call drew, and what its sum was rounded to.
     """
