@@ -78,10 +78,11 @@ UNTESTABLE = (
 
 
 def untestable(
-    spec: OpSpec, dtypes: Mapping[str, torch.dtype], values: str, backend: str, device_type: str
-) -> str | None:
+    spec: OpSpec, dtypes: Mapping[str, torch.dtype], options: Mapping[str, Any], values: str, backend: str,
+    device_type: str,
+) -> str | None:  # fmt: skip
     """Return why such numbers say nothing of an op on a backend, or None if they do."""
-    given = {dtype for name, dtype in dtypes.items() if _like_input(spec, name)}
+    given = {dtype for name, dtype in dtypes.items() if _like_input(spec, name)} | {options.get("residual_dtype")}
     for entry in UNTESTABLE:
         if (
             (entry.backend, entry.device, entry.values) == (backend, device_type, values)
@@ -607,7 +608,7 @@ def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str 
     reason: str | None = backends.get(backend).unavailable(device_type)
     if reason is not None:
         return reason
-    if reason := untestable(spec, case.dtypes, case.values, backend, device_type):
+    if reason := untestable(spec, case.dtypes, case.options, case.values, backend, device_type):
         return reason
     return "; ".join(refusals(backend, describe(spec, case, device))) or None
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 
@@ -123,20 +124,17 @@ def draw(random: Random, cell: Cell, variant: Variant, device: str, size: Size, 
         large: an input of at least ``size.large`` bytes.
     """
     shape, normalized = _draw_shape(random, cell, variant.width, size, large)
+    out_dtype = cell.output if cell.converts and (cell.output is not cell.input or random.random() < 0.5) else None
+    options = dict(cell.spec.draw_options(random, variant.dtypes))
+    values = random.choice([v for v in ("normal", *VALUES) if _testable(cell, variant, options, device, v)])
     case = Case(
-        shape,
-        normalized,
-        variant.dtypes,
-        out_dtype=cell.output if cell.converts and (cell.output is not cell.input or random.random() < 0.5) else None,
-        options=dict(cell.spec.draw_options(random, variant.dtypes)),
-        values=random.choice([v for v in ("normal", *VALUES) if _testable(cell, variant, device, v)]),
-        memory=variant.memory,
+        shape, normalized, variant.dtypes, out_dtype=out_dtype, options=options, values=values, memory=variant.memory
     )
     return Drawn(case, variant.wanted, random.getrandbits(31))
 
 
-def _testable(cell: Cell, variant: Variant, device: str, values: str) -> bool:
-    return not testing.untestable(cell.spec, variant.dtypes, values, cell.backend, torch.device(device).type)
+def _testable(cell: Cell, variant: Variant, options: Mapping[str, Any], device: str, values: str) -> bool:
+    return not testing.untestable(cell.spec, variant.dtypes, options, values, cell.backend, torch.device(device).type)
 
 
 def _draw_dtypes(random: Random, cell: Cell) -> dict[str, torch.dtype]:
