@@ -140,7 +140,7 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   }
   if (status != cudaSuccess || sums == 0) return status;
   const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums);
-  return launch(norm_bwd_finish_kernel<acc_t>, p, grid, dim3(kWarp, kWarp), 0, stream, /*overlap=*/true);
+  return launch(norm_bwd_finish_kernel<acc_t>, p, grid, dim3(kWarp, kFinishRows), 0, stream, /*overlap=*/true);
 }
 
 }  // namespace

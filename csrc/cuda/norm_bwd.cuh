@@ -334,10 +334,13 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   if (p.n.dbias) write_partial(dbias);
 }
 
-// Adds the partial rows up: blockDim = (32 columns, 32 strides of rows), blockIdx.y = which of dweight and dbias.
+// Adds the partial rows up: blockDim = (32 columns, 8 strides of rows), blockIdx.y = which of dweight and dbias. Many
+// loads of a thread are under way at once, in blocks so small that all of them are: the kernel takes one trip to
+// memory.
+constexpr int kFinishRows = 8;
 template <class acc_t>
-__global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const BwdParams p) {
-  __shared__ acc_t sums[kWarp][kWarp + 1];
+__global__ void __launch_bounds__(kWarp* kFinishRows, 1) norm_bwd_finish_kernel(const BwdParams p) {
+  __shared__ acc_t sums[kFinishRows][kWarp];
   const int col = blockIdx.x * kWarp + threadIdx.x;
   const bool second = blockIdx.y > 0;
   const acc_t* partial =
@@ -345,12 +348,12 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   wait_for_previous_kernel();
   ExactSum<acc_t> mine;
   if (col < p.hidden) {
-    constexpr int kFlight = 5;  // loads under way: one round for up to 160 partial rows
-    for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kWarp) {
+    constexpr int kFlight = 17;  // one round for up to 136 partial rows, a block of the H200's 132 each
+    for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kFinishRows) {
       acc_t loaded[kFlight];
 #pragma unroll
       for (int k = 0; k < kFlight; ++k) {
-        const int64_t from = row + k * kWarp;
+        const int64_t from = row + k * kFinishRows;
         loaded[k] = from < p.partial_rows ? partial[from * p.hidden + col] : acc_t(0);
       }
 #pragma unroll
@@ -359,13 +362,14 @@ __global__ void __launch_bounds__(kWarp* kWarp, 1) norm_bwd_finish_kernel(const 
   }
   sums[threadIdx.y][threadIdx.x] = mine.total();
   __syncthreads();
-  const acc_t sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
-  const int out = blockIdx.x * kWarp + threadIdx.y;
-  if (threadIdx.x != 0 || out >= p.hidden) return;
+  if (threadIdx.y != 0 || col >= p.hidden) return;
+  ExactSum<acc_t> all;
+#pragma unroll
+  for (int y = 0; y < kFinishRows; ++y) all.add(sums[y][threadIdx.x]);
   if (p.n.dweight && !second) {
-    store_element(p.n.dweight, p.n.weight_dtype, out, sum);
+    store_element(p.n.dweight, p.n.weight_dtype, col, all.total());
   } else {
-    store_element(p.n.dbias, p.n.dbias_dtype, out, sum);
+    store_element(p.n.dbias, p.n.dbias_dtype, col, all.total());
   }
 }
 
