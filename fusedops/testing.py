@@ -70,10 +70,6 @@ UNTESTABLE = (
         _CENTRED, "reference", "cpu", (_F32, _BF16), "huge",
         "PyTorch's LayerNorm makes NaN on a CPU of a row whose squares, not yet centred, are more than fp32 holds",
     ),
-    Untestable(
-        _RMS, "reference", "cuda", (_F32, _BF16), "huge",
-        "spelt out in PyTorch, the derivative of rsqrt is rstd³, which fp32 can't hold where x is 1e13",
-    ),
 )  # fmt: skip
 
 

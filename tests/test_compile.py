@@ -357,7 +357,7 @@ def test_opcheck(name: str, backend: str, device: str) -> None:
         leaves = tuple(
             a.detach().to(device).clone().requires_grad_(whole) if isinstance(a, Tensor) else a for a in args
         )
-        named = leaves[-1] if isinstance(leaves[-1], dict) else {}
+        named = {key: seed.to(device) for key, seed in leaves[-1].items()} if isinstance(leaves[-1], dict) else {}
         torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves[: len(leaves) - bool(named)], named)
 
 

@@ -386,7 +386,7 @@ def test_fp64_gradients_that_are_all_alike(backend: str, device: str) -> None:
     y.backward(torch.full_like(y, value))
     want = float(Fraction(value) * rows)
     for grad, sign in ((weight.grad, (-1, 1)), (bias.grad, (1, 1))):
-        off = (grad.cpu() - want * torch.tensor(sign)).abs().max()
+        off = (grad - want * torch.tensor(sign, device=device)).abs().max()
         assert float(off) <= 4 * 2.0**-53 * math.sqrt(math.log2(rows)) * want
 
 

@@ -153,7 +153,9 @@ def test_ten_thousand_calls_do_not_grow(spec: OpSpec, grad: bool, backend: str, 
 
     before = bytes_after(1000)
     grown = bytes_after(10_000) - before
-    assert grown < (2**21 if device == "cpu" else 1), "on the CPU: two hundred bytes a call"
+    # On the CPU two hundred bytes a call. On a GPU one, where the least that can leak, a tensor, is more: autograd's
+    # thread may still hold one.
+    assert grown < (2**21 if device == "cpu" else 10_000)
 
 
 # ---------------------------------------------------------------- the GPU's memory, by what was asked of the allocator

@@ -201,7 +201,9 @@ def test_compiled_is_eager(spec: OpSpec, forced: str, compiler: str) -> None:
     eager, compiled = found
     if forced == "native":  # the same kernels with the same seeds
         assert_same(compiled[:2], eager[:2])
-    assert_close(compiled, eager)
+        assert_close(compiled, eager)
+    else:  # sums in another order: y rounded to bf16 between the blocks may be its neighbour, never another mask's
+        assert_close(compiled, eager, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize(

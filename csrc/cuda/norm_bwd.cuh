@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   unsigned char* raw_weight = smem + layout.weight_bytes() + (p.stages - 1) * layout.stage_bytes();
   if (p.n.weight) {
     constexpr int kPart = 8;  // bytes; what is aligned to that in every mix of dtypes
+#pragma unroll 1
     for (int at = (group * blockDim.x + threadIdx.x) * kPart; at < p.hidden * size_of(p.n.weight_dtype);
          at += blockDim.x * blockDim.y * kPart) {
       start_copy<kPart>(raw_weight + at, static_cast<const unsigned char*>(p.n.weight) + at);

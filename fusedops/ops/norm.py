@@ -179,8 +179,7 @@ def rms_norm_reference(
     acc = wide(input.dtype)
     eps = default_eps(input.dtype) if eps is None else eps
     if input.is_cuda and not CONFIG.disabled:  # see _standardize
-        x = input.to(acc)
-        y = x * torch.rsqrt(x.square().mean(list(range(-len(normalized_shape), 0)), keepdim=True) + eps)
+        y = _over_root_mean_square(input.to(acc), list(range(-len(normalized_shape), 0)), eps)
     else:
         y = torch.rms_norm(input.to(acc), list(normalized_shape), None, eps)  # F's can't be compiled on a subclass
     return (y if weight is None else y * (weight.to(acc) + weight_offset)).to(out_dtype or input.dtype)
@@ -195,7 +194,15 @@ def _standardize(x: Tensor, eps: float) -> Tensor:
     """
     x = x - x.mean(-1, keepdim=True)
     x = x - x.mean(-1, keepdim=True)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return _over_root_mean_square(x, [-1], eps)
+
+
+def _over_root_mean_square(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x²) + eps)``.
+
+    The derivative of a rsqrt would be its cube, which fp32 can't hold where rows are of 1e15.
+    """
+    return x / torch.sqrt(x.square().mean(dims, keepdim=True) + eps)
 
 
 # ---------------------------------------------------------------- checks and dispatch
