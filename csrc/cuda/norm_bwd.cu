@@ -140,7 +140,9 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   }
   if (status != cudaSuccess || sums == 0) return status;
   const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums);
-  return launch(norm_bwd_finish_kernel<acc_t>, p, grid, dim3(kWarp, kFinishRows), 0, stream, /*overlap=*/true);
+  const bool few = static_cast<int>(grid.x * grid.y) <= device.sms;
+  const auto finish = few ? norm_bwd_finish_kernel<acc_t, 32> : norm_bwd_finish_kernel<acc_t, 8>;
+  return launch(finish, p, grid, dim3(kWarp, few ? 32 : 8), 0, stream, /*overlap=*/true);
 }
 
 }  // namespace

@@ -335,13 +335,11 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   if (p.n.dbias) write_partial(dbias);
 }
 
-// Adds the partial rows up: blockDim = (32 columns, 8 strides of rows), blockIdx.y = which of dweight and dbias. Many
-// loads of a thread are under way at once, in blocks so small that all of them are: the kernel takes one trip to
-// memory.
-constexpr int kFinishRows = 8;
-template <class acc_t>
-__global__ void __launch_bounds__(kWarp* kFinishRows, 1) norm_bwd_finish_kernel(const BwdParams p) {
-  __shared__ acc_t sums[kFinishRows][kWarp];
+// Adds the partial rows up: blockDim = (32 columns, kRows strides of rows), blockIdx.y = which of dweight and dbias.
+// All loads are under way at once, one trip to memory, if all blocks are too: many of them have to be small.
+template <class acc_t, int kRows>
+__global__ void __launch_bounds__(kWarp* kRows, 1) norm_bwd_finish_kernel(const BwdParams p) {
+  __shared__ acc_t sums[kRows][kWarp];
   const int col = blockIdx.x * kWarp + threadIdx.x;
   const bool second = blockIdx.y > 0;
   const acc_t* partial =
@@ -349,12 +347,12 @@ __global__ void __launch_bounds__(kWarp* kFinishRows, 1) norm_bwd_finish_kernel(
   wait_for_previous_kernel();
   ExactSum<acc_t> mine;
   if (col < p.hidden) {
-    constexpr int kFlight = 17;  // one round for up to 136 partial rows, a block of the H200's 132 each
-    for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kFinishRows) {
+    constexpr int kFlight = 132 / kRows + 1;  // loads of a thread; an H200 has 132 partial rows at once
+    for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kRows) {
       acc_t loaded[kFlight];
 #pragma unroll
       for (int k = 0; k < kFlight; ++k) {
-        const int64_t from = row + k * kFinishRows;
+        const int64_t from = row + k * kRows;
         loaded[k] = from < p.partial_rows ? partial[from * p.hidden + col] : acc_t(0);
       }
 #pragma unroll
@@ -366,7 +364,7 @@ __global__ void __launch_bounds__(kWarp* kFinishRows, 1) norm_bwd_finish_kernel(
   if (threadIdx.y != 0 || col >= p.hidden) return;
   ExactSum<acc_t> all;
 #pragma unroll
-  for (int y = 0; y < kFinishRows; ++y) all.add(sums[y][threadIdx.x]);
+  for (int y = 0; y < kRows; ++y) all.add(sums[y][threadIdx.x]);
   if (p.n.dweight && !second) {
     store_element(p.n.dweight, p.n.weight_dtype, col, all.total());
   } else {
