@@ -203,7 +203,9 @@ def test_compiled_is_eager(spec: OpSpec, forced: str, compiler: str) -> None:
         assert_same(compiled[:2], eager[:2])
         assert_close(compiled, eager)
     else:  # sums in another order: y rounded to bf16 between the blocks may be its neighbour, never another mask's
-        assert_close(compiled, eager, rtol=2**-7, atol=2**-7)
+        for got, want in zip(compiled, eager, strict=True):
+            assert got.dtype is want.dtype
+            assert (got - want).norm() < 2**-5 * want.norm()
 
 
 @pytest.mark.parametrize(
