@@ -39,7 +39,7 @@ struct NormFwd {
   Dropout dropout;
   void* sum;  // [rows, hidden]; where a post-norm call has no use for it, residual_out's memory
   DType sum_dtype;
-  void* residual_out;  // [rows, hidden] of sum_dtype: y once more, of a post-norm call; or null
+  void* residual_out;  // [rows, hidden] of sum_dtype: the second y of a post-norm call; or null
 };
 
 struct NormBwd {

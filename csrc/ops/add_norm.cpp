@@ -2,7 +2,7 @@
 // CPU, CUDA and Meta. Autograd: add_norm_autograd.cpp.
 //
 //   total = residual + dropout(input), rounded once;  y = norm(total), of the rounded numbers
-//   residual_out = total, or y once more in total's dtype (post_norm)
+//   residual_out = total, or y in total's dtype (post_norm)
 #include "add_norm.h"
 
 #include <torch/library.h>

@@ -35,7 +35,7 @@ def add_layer_norm_fwd(
         eps: added to the variance.
         seed (2,): int64, or None to drop nothing.
         dropout_p: share of x that is dropped.
-        post_norm: residual_out is y once more, not the sum.
+        post_norm: residual_out is a second y, not the sum.
         keep_total: store the sum although residual_out is not it.
         out_dtype: dtype of y.
         residual_dtype: dtype of the sum and of residual_out.

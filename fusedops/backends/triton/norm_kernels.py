@@ -169,7 +169,7 @@ def norm_fwd_kernel(
     weight_offset,
     residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
     sum_ptr,  # [rows, hidden], or None where again_ptr is given and no one reads the sum
-    again_ptr,  # [rows, hidden]: y once more, in post-norm mode, or None
+    again_ptr,  # [rows, hidden]: the second y of post-norm mode, or None
     seed_ptr,  # [2] int64 or None
     residual_stride,
     threshold,
@@ -236,7 +236,7 @@ def norm_fwd_wide_kernel(
     weight_offset,
     residual_ptr,  # [rows, hidden], row stride residual_stride; None: a plain norm, and so are all below
     sum_ptr,  # [rows, hidden], or None where again_ptr is given and no one reads the sum
-    again_ptr,  # [rows, hidden]: y once more, in post-norm mode, or None
+    again_ptr,  # [rows, hidden]: the second y of post-norm mode, or None
     seed_ptr,  # [2] int64 or None
     residual_stride,
     threshold,
