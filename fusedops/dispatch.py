@@ -8,6 +8,7 @@ Dispatch changes speed, never documented numerics.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -299,21 +300,24 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Raises:
         ValueError: an op or backend that dispatch does not know, or an argument that the op refuses.
+        TypeError: arguments that the op does not have, or lacks.
     """
     from . import registry
     from .ops._common import why_plain
-    from .optim import describe as describe_optimizer
+    from .optim import describe_optimizer
 
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     backend = kwargs.pop("backend", None)
     plain = "FUSEDOPS_DISABLE=1" if CONFIG.disabled else None
     if name in registry.OPS:
-        plain = why_plain([value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)])
-        call = registry.OPS[name].describe(
-            *map(_first_component, args), **{key: _first_component(value) for key, value in kwargs.items()}
-        )
+        given = _bound(name, registry.OPS[name].function, args, kwargs).arguments
+        plain = why_plain([value for value in given.values() if isinstance(value, torch.Tensor)])
+        call = registry.OPS[name].describe(**{key: _first_component(value) for key, value in given.items()})
     elif name in registry.OPTIMS:
-        call = describe_optimizer(name, *args, **kwargs)
+        optimizer = registry.OPTIMS[name].optimizer
+        bound = _bound(name, optimizer, args, kwargs)
+        bound.apply_defaults()
+        call = describe_optimizer(name, optimizer.__name__, bound.arguments)
     else:
         raise ValueError(f"explain: op: expected one of {', '.join(known_ops())}, got {name!r}")
     if backend is not None:
@@ -331,6 +335,16 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     except UnsupportedError:
         return Explanation(call, "nothing can serve it", origin, match_row(call), verdicts)
     return Explanation(call, walk.backend, origin, walk.row, verdicts)
+
+
+def _bound(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Give arguments their names, as a call of the function would."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
 
 
 def _first_component(argument: Any) -> Any:

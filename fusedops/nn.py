@@ -12,7 +12,9 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from ._options import check_flag, epsilon, probability
 from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .ops._common import check_result_dtype, offset
 
 for _name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
     torch.fx.wrap(_name)  # symbolic_trace records the call, as it does PyTorch's own
@@ -30,6 +32,9 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        owner = type(self).__name__
+        self.eps = epsilon(owner, self.eps)
+        check_result_dtype(owner, "out_dtype", out_dtype)
         self.out_dtype = out_dtype
 
     def forward(self, input: Tensor) -> Tensor:
@@ -60,7 +65,10 @@ class RMSNorm(torch.nn.RMSNorm):
         self, *args: Any, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.weight_offset, self.out_dtype = weight_offset, out_dtype
+        owner = type(self).__name__
+        self.eps = None if self.eps is None else epsilon(owner, self.eps)
+        check_result_dtype(owner, "out_dtype", out_dtype)
+        self.weight_offset, self.out_dtype = offset(owner, weight_offset, self.weight), out_dtype
         self.reset_parameters()  # again, with the offset known
 
     def reset_parameters(self) -> None:
@@ -108,7 +116,11 @@ class AddLayerNorm(LayerNorm):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.dropout_p, self.post_norm, self.residual_dtype = dropout_p, post_norm, residual_dtype
+        owner = type(self).__name__
+        check_flag(owner, "post_norm", post_norm)
+        check_result_dtype(owner, "residual_dtype", residual_dtype)
+        self.dropout_p = probability(owner, "dropout_p", dropout_p)
+        self.post_norm, self.residual_dtype = post_norm, residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
@@ -146,7 +158,11 @@ class AddRMSNorm(RMSNorm):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.dropout_p, self.post_norm, self.residual_dtype = dropout_p, post_norm, residual_dtype
+        owner = type(self).__name__
+        check_flag(owner, "post_norm", post_norm)
+        check_result_dtype(owner, "residual_dtype", residual_dtype)
+        self.dropout_p = probability(owner, "dropout_p", dropout_p)
+        self.post_norm, self.residual_dtype = post_norm, residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""

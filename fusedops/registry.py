@@ -119,7 +119,7 @@ class OpSpec:
         function: the public function.
         reference: the same call in plain torch; in float64 it is the truth.
         wrap: makes a differentiable op of a backend's ``<op>_fwd`` and ``<op>_bwd``.
-        describe: turns the arguments of a call into a ``Call`` (what ``explain`` shows).
+        describe: turns the arguments of a call into a ``Call`` (what ``explain`` shows) or refuses them as it does.
         grads: names of the differentiable arguments, ``input`` first.
         parameter_shape: shape of every argument but ``input`` and those like it, from a case.
         cases: yields the cases of a level, ``"quick"`` or ``"full"``.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import fusedops
-from fusedops import testing
+from fusedops import nn, testing
 from fusedops.registry import OPS, Case, OpSpec
 
 ROWS, HIDDEN = 4, 8
@@ -53,14 +56,18 @@ SHAPES: dict[str, Callable[[Tensor], Any]] = {
     "no dimension": lambda t: t.flatten()[0],
     "nothing in it": lambda t: t[..., :0],
 }
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # the last one more than a float can hold
+NO_NUMBERS = (NAN, INF, HUGE, True, False, "1", 1j, [1.0], np.bool_(True), np.ones(2), torch.tensor(0.0), torch.ones(2))
+NO_FLAGS = (1, 0, None, "no", torch.tensor(True))
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "normalized_shape": (7, (), (2, ROWS, HIDDEN), -1, 8.0, (8.0,), "8", None, (HIDDEN, 1)),
-    "eps": (-1e-5, float("nan"), "1e-5", 1j, [1e-5], torch.ones(2)),
-    "weight_offset": ("1", None, 1j),
+    "eps": (-1e-5, -1, *NO_NUMBERS),
+    "weight_offset": (None, -HUGE, *NO_NUMBERS),
     "out_dtype": (torch.int32, torch.float64, torch.complex64, "bf16"),
     "residual_dtype": (torch.int32, torch.float64, "bf16"),
-    "post_norm": (1, None, "yes", torch.tensor(True)),
-    "dropout_p": (-0.1, 1.1, float("nan"), "0.1", None),
+    "post_norm": NO_FLAGS,
+    "training": NO_FLAGS,
+    "dropout_p": (-0.1, 1.1, None, *NO_NUMBERS),
     "backend": ("cuda", 3),
 }
 
@@ -81,7 +88,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(spec, name, lambda t: None, id=f"{spec.name}-{name}-None")
         for name in parameters.keys() & OPTIONS.keys():
             for value in OPTIONS[name]:
-                yield pytest.param(spec, name, lambda t, value=value: value, id=f"{spec.name}-{name}-{value}")
+                yield pytest.param(spec, name, lambda t, value=value: value, id=f"{spec.name}-{name}-{value!r:.20}")
 
 
 def refuse(spec: OpSpec, name: str, make: Callable[[Any], Any], backend: str) -> str:
@@ -110,6 +117,85 @@ def test_bad_argument_is_named(
     if name == "input" and make is TENSORS["another device"]:  # it says where the others have to be
         says = r"(weight|residual): expected a tensor on meta, as input, got cpu"
     assert re.fullmatch(rf"{spec.name}: {says}", message, re.DOTALL), message
+
+
+@pytest.mark.parametrize(("spec", "name", "make"), list(cases()))
+def test_explain_refuses_what_the_op_refuses(spec: OpSpec, name: str, make: Callable[[Any], Any]) -> None:
+    kwargs = good(spec)
+    kwargs[name] = make(kwargs.get(name))
+    with pytest.raises(ValueError, match=rf"^{spec.name}: \w+: expected ") as refused:
+        spec.function(**{"backend": "reference", **kwargs})
+    with pytest.raises(ValueError, match=f"^{re.escape(str(refused.value))}$"):
+        fusedops.explain(spec.name, **kwargs)
+
+
+@every_op
+def test_explain_refuses_arguments_that_the_op_has_not(spec: OpSpec) -> None:
+    kwargs = good(spec)
+    with pytest.raises(TypeError, match=rf"^{spec.name}: got an unexpected keyword argument 'epsilon'"):
+        fusedops.explain(spec.name, **kwargs, epsilon=1e-5)
+    del kwargs["input"]
+    with pytest.raises(TypeError, match=rf"^{spec.name}: missing a required argument: 'input'"):
+        fusedops.explain(spec.function, **kwargs)
+
+
+NUMBERS = {
+    "eps": (np.float32(0.5), np.float64(0.5), np.float16(0.5), np.int64(1), 1, 0, Fraction(1, 2)),
+    "weight_offset": (np.float32(-0.5), np.float64(0.5), np.int8(1), np.float32(0), 1, 0, Fraction(1, 2)),
+    "dropout_p": (np.float32(1.0), np.float64(0.0), np.int64(1), 1, 0, Fraction(1, 1)),
+}
+
+
+@every_op
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_any_kind_count_as_floats(spec: OpSpec, name: str, backend: str, device: str) -> None:
+    if name not in inspect.signature(spec.function).parameters:
+        pytest.skip(f"{spec.name} has no {name}")
+    kwargs = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in good(spec).items()}
+    for value in NUMBERS[name]:
+        expected = spec.function(**kwargs, backend=backend, **{name: float(value)})
+        torch.testing.assert_close(spec.function(**kwargs, backend=backend, **{name: value}), expected, rtol=0, atol=0)
+
+
+@every_op
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_any_kind_count_as_floats_when_compiled(spec: OpSpec, name: str, backend: str, device: str) -> None:
+    """An argument of NumPy's is an array to Dynamo, which then leaves the graph to read it."""
+    if name not in inspect.signature(spec.function).parameters or device != "cpu" or backend == "triton":
+        pytest.skip("nothing of it there")
+    kwargs = good(spec)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda n: spec.function(**kwargs, backend=backend, **{name: n}), backend="eager")
+    for value in (NUMBERS[name][0], 1):
+        expected = spec.function(**kwargs, backend=backend, **{name: float(value)})
+        torch.testing.assert_close(compiled(value), expected, rtol=0, atol=0)
+
+
+def module_cases() -> Iterator[Any]:
+    for kind in (nn.LayerNorm, nn.RMSNorm, nn.AddLayerNorm, nn.AddRMSNorm):
+        names = ["eps", "out_dtype"] + ["weight_offset"] * issubclass(kind, nn.RMSNorm)
+        names += ["dropout_p", "post_norm", "residual_dtype"] * hasattr(kind, "post_norm")
+        for name in names:
+            for value in OPTIONS[name]:
+                if value is not torch.float64:  # an input of that dtype may come
+                    yield pytest.param(kind, name, value, id=f"{kind.__name__}-{name}-{value!r:.20}")
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), list(module_cases()))
+def test_bad_option_is_named_when_a_module_is_made(kind: type[torch.nn.Module], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name}: expected .*, got .+"):
+        kind(HIDDEN, **{name: value})
+
+
+def test_modules_keep_floats() -> None:
+    """Whatever number they were given: TorchScript, state and repr know only Python's own."""
+    module = nn.AddRMSNorm(HIDDEN, eps=np.float32(0.5), weight_offset=1, dropout_p=np.float64(0.25))
+    assert [type(n) for n in (module.eps, module.weight_offset, module.dropout_p)] == [float] * 3
+    assert (module.eps, module.weight_offset, module.dropout_p) == (0.5, 1.0, 0.25)
+    assert not module.weight.any()
+    assert nn.RMSNorm(HIDDEN).eps is None
+    with pytest.raises(ValueError, match=r"^RMSNorm: weight_offset: expected 0\.0 without a weight, got 1\.0"):
+        nn.RMSNorm(HIDDEN, elementwise_affine=False, weight_offset=1)
 
 
 @every_op
@@ -184,3 +270,47 @@ def test_a_gradient_that_lies_over_itself_is_not_clipped(backend: str) -> None:
     with pytest.raises(ValueError, match=r"clip_grad_norm_: parameters: expected .* own, got one of shape \(5,\)"):
         fusedops.clip_grad_norm_(params, 1.0)
     assert all(bool((p.grad == 1).all()) for p in params)
+
+
+NOT_CLIPPED = {
+    "sparse": r"a dense tensor, got layout torch\.sparse_coo",
+    "complex": r"a dtype of .*, got torch\.complex64",
+    "int64": r"a dtype of .*, got torch\.int64",
+    "float8": r"a dtype of .*, got torch\.float8_e4m3fn",
+    "freed": r"a tensor with storage, got one of shape \(3,\) whose storage was freed",
+}
+
+
+@pytest.mark.parametrize("norm_type", [2, 1.0, INF])
+@pytest.mark.parametrize("kind", NOT_CLIPPED)
+def test_gradients_that_are_not_clipped_are_named(kind: str, norm_type: float, backend: str) -> None:
+    """By their parameter, before the others are scaled; hooks of a graph may make any of them."""
+    params: list[Any] = [types.SimpleNamespace(grad=torch.ones(3)) for _ in range(3)]
+    params[1].grad = TENSORS[kind](params[1].grad)
+    words = rf"^clip_grad_norm_: gradient of parameter 1: expected {NOT_CLIPPED[kind]}"
+    with pytest.raises(ValueError, match=words):
+        fusedops.clip_grad_norm_(params, 0.1, norm_type)
+    assert all(bool((p.grad == 1).all()) for p in (params[0], params[2]))
+
+
+@pytest.mark.parametrize("bad", [-1, NAN, HUGE, True, "1", None, 1j, torch.ones(2), torch.tensor(-1.0)], ids=str)
+def test_a_bound_that_is_none_clips_nothing(bad: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    for norm_type in (2, 1.0):
+        with pytest.raises(ValueError, match=r"^clip_grad_norm_: max_norm: expected a number ≥ 0, got "):
+            fusedops.clip_grad_norm_([p], bad, norm_type)
+    assert bool((p.grad == 1).all())
+
+
+@pytest.mark.parametrize("bound", [np.float32(0.5), np.int64(2), 0, INF, Fraction(1, 2), torch.tensor(0.5)], ids=str)
+def test_bounds_of_any_kind_clip_as_floats(bound: Any, backend: str) -> None:
+    norms, grads = [], []
+    for value in (bound, float(bound)):
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.full((3,), 2.0)
+        norms.append(fusedops.clip_grad_norm_([p], value))
+        grads.append(p.grad)
+    assert torch.equal(*norms)
+    assert torch.equal(*grads)
+    torch.testing.assert_close(grads[0], torch.full((3,), 2.0) * min(1.0, float(bound) / 12**0.5))

@@ -503,8 +503,8 @@ X = torch.ones(3, 8)
         ((X, 8, [1.0] * 8), "weight: expected a tensor or None, got list"),
         ((X, 8, torch.ones(7)), r"weight: expected shape \(8,\), got \(7,\)"),
         ((X, 8, None, 1.0), "bias: expected a tensor or None, got float"),
-        ((X, 8, None, None, None), "eps: expected a number >= 0, got None"),
-        ((X, 8, None, None, -1.0), "eps: expected a number >= 0, got -1.0"),
+        ((X, 8, None, None, None), "eps: expected a finite number ≥ 0, got None"),
+        ((X, 8, None, None, -1.0), "eps: expected a finite number ≥ 0, got -1.0"),
     ],
 )
 def test_bad_arguments_are_named(arguments: tuple[object, ...], named: str) -> None:

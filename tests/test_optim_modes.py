@@ -161,7 +161,7 @@ def test_what_a_kernel_refuses_names_the_optimizer(max_grad_norm):
 
     spoilers = {
         "params": lambda p, optimizer: free(p),
-        "grads": lambda p, optimizer: free(p.grad),
+        "gradient of parameter 0": lambda p, optimizer: free(p.grad),
         "exp_avg_sq": lambda p, optimizer: free(optimizer.state[p]["exp_avg_sq"]),
         "found_inf": lambda p, optimizer: setattr(optimizer, "found_inf", torch.zeros(2)),
     }
@@ -175,7 +175,7 @@ def test_what_a_kernel_refuses_names_the_optimizer(max_grad_norm):
                 optimizer.step()
     p = ones(4)
     free(p.grad)
-    with pytest.raises(ValueError, match=r"^clip_grad_norm_: grads: expected .*, got"):
+    with pytest.raises(ValueError, match=r"^clip_grad_norm_: gradient of parameter 0: expected .*, got"):
         fusedops.clip_grad_norm_([p], 1.0)
 
 

@@ -37,10 +37,15 @@ def implementation(name: str, call: Call) -> tuple[Callable[..., Any], bool]:
     """
     module = get(name)
     if hasattr(module, "implementation"):
-        return module.implementation(call), getattr(module, "CHECKS_ARGUMENTS", False)
+        return module.implementation(call), checks_arguments(module)
     from ..registry import OPS
 
     return OPS[call.op].wrap(module) if call.op in OPS else module.adam_plan, False
+
+
+def checks_arguments(module: ModuleType) -> bool:
+    """Tell whether a backend refuses unsound tensors itself; others would read what is not there."""
+    return getattr(module, "CHECKS_ARGUMENTS", False)
 
 
 def backends(device_type: str | None = None) -> dict[str, str | None]:

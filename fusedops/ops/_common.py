@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import dispatch, registry
+from .._options import LARGEST, number
 from ..config import CONFIG, check_backend
 from ..dispatch import Call, Choice
 
@@ -64,12 +65,18 @@ def check_out_dtype(op: str, out_dtype: Any, dtype: torch.dtype, name: str = "ou
         )
 
 
-def check_offset(op: str, weight_offset: Any, weight: Tensor | None) -> None:
-    """Raise ValueError if a weight_offset is no number, or is other than zero without a weight."""
-    if not isinstance(weight_offset, (int, float)):
-        raise ValueError(f"{op}: weight_offset: expected a number, got {weight_offset!r}")
+def check_result_dtype(owner: str, name: str, dtype: Any) -> None:
+    """Raise ValueError unless a result may have this dtype, whatever the input will be; None leaves it to the call."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
+        raise ValueError(f"{owner}: {name}: expected None or fp32, fp16, bf16 or fp64, got {dtype!r}")
+
+
+def offset(op: str, weight_offset: Any, weight: Tensor | None) -> float:
+    """Return a weight_offset as a float; raise ValueError if it is no number, or is not zero without a weight."""
+    weight_offset = number(op, "weight_offset", weight_offset, "a finite number", -LARGEST)
     if weight is None and weight_offset:
         raise ValueError(f"{op}: weight_offset: expected 0.0 without a weight, got {weight_offset}")
+    return weight_offset
 
 
 def check_dense(op: str, name: str, tensor: Tensor) -> None:
@@ -86,14 +93,6 @@ def check_dense(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{op}: {name}: expected a tensor with storage, got one of shape {shape} whose storage was freed"
         )
-
-
-def is_epsilon(eps: Any) -> bool:
-    """Tell whether a value is a number from zero on."""
-    try:
-        return bool(eps >= 0.0)
-    except (TypeError, RuntimeError):  # no number at all, or a tensor of several
-        return False
 
 
 def check_parameter(op: str, name: str, parameter: Any, input: Tensor, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import amp, registry
+from .._options import check_flag, epsilon, probability
 from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
 from ._common import (
-    check_offset,
     check_out_dtype,
     check_parameter,
     choose,
@@ -30,7 +29,7 @@ from ._common import (
     differentiate,
     flat_parameter,
     in_memory,
-    is_epsilon,
+    offset,
     rows_of,
     sizes,
     wide,
@@ -41,6 +40,7 @@ from .norm import (
     RMS_OVERRIDES,
     Shape,
     check_norm,
+    check_rms_options,
     describe_norm,
     draw_norm_options,
     layer_norm_reference,
@@ -101,14 +101,13 @@ def add_layer_norm(
     of a seed from the device's generator, the row and the column, the same in every backend; no mask is stored.
     *Source*: Ba, Kiros, Hinton (2016); Salmon et al. (2011) for the random bits.
     """
-    shape, p = sizes(normalized_shape, "add_layer_norm"), _probability("add_layer_norm", dropout_p, training)
+    shape, p = sizes(normalized_shape, "add_layer_norm"), _dropped("add_layer_norm", dropout_p, training)
     dtype = amp.norm_output_dtype(input, out_dtype, "add_layer_norm")
-    if not is_epsilon(eps):
-        raise ValueError(f"add_layer_norm: eps: expected a number >= 0, got {eps!r}")
+    eps = epsilon("add_layer_norm", eps)
     if residual_dtype is not None:
         _check_residual_dtype("add_layer_norm", residual_dtype, input)
     if post_norm is not False:
-        _check_post_norm("add_layer_norm", post_norm)
+        check_flag("add_layer_norm", "post_norm", post_norm)
     choice = choose(
         "add_layer_norm", input, (residual, weight, bias), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
@@ -166,23 +165,20 @@ def add_rms_norm(
     *Numerics*: as ``rms_norm``'s; of the sum and of dropout as ``add_layer_norm``'s.
     *Source*: Zhang, Sennrich (2019); Salmon et al. (2011) for the random bits.
     """
-    shape, p = sizes(normalized_shape, "add_rms_norm"), _probability("add_rms_norm", dropout_p, training)
+    shape, p = sizes(normalized_shape, "add_rms_norm"), _dropped("add_rms_norm", dropout_p, training)
     dtype = amp.norm_output_dtype(input, out_dtype, "add_rms_norm")
     if CONFIG.disabled and out_dtype is None:
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     if residual_dtype is not None:
         _check_residual_dtype("add_rms_norm", residual_dtype, input)
     if post_norm is not False:
-        _check_post_norm("add_rms_norm", post_norm)
+        check_flag("add_rms_norm", "post_norm", post_norm)
     choice = choose(
         "add_rms_norm", input, (residual, weight), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
-    if eps is None:
-        eps = default_eps(input.dtype)
-    elif not is_epsilon(eps):
-        raise ValueError(f"add_rms_norm: eps: expected a number >= 0, got {eps!r}")
-    if weight_offset != 0.0:
-        check_offset("add_rms_norm", weight_offset, weight)
+    eps = default_eps(input.dtype) if eps is None else epsilon("add_rms_norm", eps)
+    if type(weight_offset) is not float or weight_offset != 0.0:
+        weight_offset = offset("add_rms_norm", weight_offset, weight)
     if not choice.checks_arguments:
         _check("add_rms_norm", input, residual, shape, weight)
     try:
@@ -245,19 +241,17 @@ def _results(norm: Tensor, total: Tensor, post_norm: bool, dtype: torch.dtype) -
 # ---------------------------------------------------------------- checks and dispatch
 
 
-def _probability(op: str, p: float, training: bool) -> float:
-    if isinstance(p, Real) and 0.0 <= p <= 1.0:
-        return float(p) if training else 0.0
-    raise ValueError(f"{op}: dropout_p: expected a probability from 0 to 1, got {p!r}")
+def _dropped(op: str, dropout_p: Any, training: Any) -> float:
+    """Return the share of elements that this call drops."""
+    p = probability(op, "dropout_p", dropout_p)
+    if training is True:
+        return p
+    check_flag(op, "training", training)
+    return 0.0
 
 
 def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:
     check_out_dtype(op, dtype, input.dtype, "residual_dtype")
-
-
-def _check_post_norm(op: str, post_norm: Any) -> None:
-    if not isinstance(post_norm, bool):
-        raise ValueError(f"{op}: post_norm: expected True or False, got {post_norm!r}")
 
 
 def _check(
@@ -271,10 +265,12 @@ def _check(
 
 def _describe(
     op: str, input: Tensor, residual: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None],
-    post_norm: bool, out_dtype: torch.dtype | None, residual_dtype: torch.dtype | None,
+    dropout_p: float, training: bool, post_norm: bool, out_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
 ) -> Call:  # fmt: skip
+    _dropped(op, dropout_p, training)
     _check(op, input, residual, shape, *parameters.values())
-    _check_post_norm(op, post_norm)
+    check_flag(op, "post_norm", post_norm)
     if residual_dtype is not None:
         _check_residual_dtype(op, residual_dtype, input)
     call = describe_norm(op, input, shape, parameters, out_dtype)
@@ -287,8 +283,11 @@ def _describe_add_layer_norm(
     eps: float = 1e-5, *, dropout_p: float = 0.0, training: bool = True, post_norm: bool = False,
     out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    shape, parameters = sizes(normalized_shape, "add_layer_norm"), {"weight": weight, "bias": bias}
-    return _describe("add_layer_norm", input, residual, shape, parameters, post_norm, out_dtype, residual_dtype)
+    epsilon("add_layer_norm", eps)
+    return _describe(
+        "add_layer_norm", input, residual, sizes(normalized_shape, "add_layer_norm"), {"weight": weight, "bias": bias},
+        dropout_p, training, post_norm, out_dtype, residual_dtype,
+    )  # fmt: skip
 
 
 def _describe_add_rms_norm(
@@ -296,8 +295,11 @@ def _describe_add_rms_norm(
     *, weight_offset: float = 0.0, dropout_p: float = 0.0, training: bool = True, post_norm: bool = False,
     out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    shape, parameters = sizes(normalized_shape, "add_rms_norm"), {"weight": weight}
-    return _describe("add_rms_norm", input, residual, shape, parameters, post_norm, out_dtype, residual_dtype)
+    check_rms_options("add_rms_norm", eps, weight_offset, weight)
+    return _describe(
+        "add_rms_norm", input, residual, sizes(normalized_shape, "add_rms_norm"), {"weight": weight},
+        dropout_p, training, post_norm, out_dtype, residual_dtype,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- autograd over a backend's pair

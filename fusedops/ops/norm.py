@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import amp, registry
+from .._options import epsilon
 from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
 from ._common import (
     FLOATS,
     check_dense,
-    check_offset,
     check_out_dtype,
     check_parameter,
     choose,
@@ -34,7 +34,7 @@ from ._common import (
     differentiate,
     flat_parameter,
     in_memory,
-    is_epsilon,
+    offset,
     rows_of,
     sizes,
     wide,
@@ -78,8 +78,7 @@ def layer_norm(
     """
     shape = sizes(normalized_shape, "layer_norm")
     dtype = amp.norm_output_dtype(input, out_dtype, "layer_norm")
-    if not is_epsilon(eps):
-        raise ValueError(f"layer_norm: eps: expected a number >= 0, got {eps!r}")
+    eps = epsilon("layer_norm", eps)
     choice = choose("layer_norm", input, (weight, bias), shape, dtype, backend)
     if not choice.checks_arguments:
         check_norm("layer_norm", input, shape, weight, bias)
@@ -129,12 +128,9 @@ def rms_norm(
     if CONFIG.disabled and out_dtype is None:
         dtype = input.dtype  # autocast does not know PyTorch's rms_norm
     choice = choose("rms_norm", input, (weight,), shape, dtype, backend)
-    if eps is None:
-        eps = default_eps(input.dtype)
-    elif not is_epsilon(eps):
-        raise ValueError(f"rms_norm: eps: expected a number >= 0, got {eps!r}")
-    if weight_offset != 0.0:
-        check_offset("rms_norm", weight_offset, weight)
+    eps = default_eps(input.dtype) if eps is None else epsilon("rms_norm", eps)
+    if type(weight_offset) is not float or weight_offset != 0.0:
+        weight_offset = offset("rms_norm", weight_offset, weight)
     if not choice.checks_arguments:
         check_norm("rms_norm", input, shape, weight)
     try:
@@ -232,6 +228,7 @@ def _describe_layer_norm(
     *, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
     shape = sizes(normalized_shape, "layer_norm")
+    epsilon("layer_norm", eps)
     return describe_norm("layer_norm", input, shape, {"weight": weight, "bias": bias}, out_dtype)
 
 
@@ -239,7 +236,16 @@ def _describe_rms_norm(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None = None, eps: float | None = None,
     *, weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
 ) -> Call:  # fmt: skip
-    return describe_norm("rms_norm", input, sizes(normalized_shape, "rms_norm"), {"weight": weight}, out_dtype)
+    shape = sizes(normalized_shape, "rms_norm")
+    check_rms_options("rms_norm", eps, weight_offset, weight)
+    return describe_norm("rms_norm", input, shape, {"weight": weight}, out_dtype)
+
+
+def check_rms_options(op: str, eps: Any, weight_offset: Any, weight: Tensor | None) -> None:
+    """Raise ValueError unless the numbers of an RMS norm are such."""
+    if eps is not None:
+        epsilon(op, eps)
+    offset(op, weight_offset, weight)
 
 
 def describe_norm(

@@ -23,6 +23,8 @@ from ..dispatch import forced_backend, select
 from . import checks, states
 from .calls import adam_call, describe
 
+_AS_THEY_ARE = frozenset((float, int, bool, type(None)))  # numbers of a step, flags and seeds
+
 
 @dataclass(slots=True)
 class Bucket:
@@ -104,7 +106,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.backend = backend
         self._warned_lost_updates = False
         self._lock = threading.RLock()
+        self._complete = False
         super().__init__(params, defaults)
+        checks.check_overlaps(owner, self._parameters())  # once, not with each of its groups
         self._reset()
 
     # ---- what a subclass provides ----
@@ -144,6 +148,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 checks.check_no_group_option(owner, param_group)
                 filled = {**self.defaults, **param_group}
                 checks.check_group(owner, filled)
+                if self._complete:
+                    added = (p[1] if isinstance(p, tuple) else p for p in param_group["params"])
+                    checks.check_overlaps(owner, (*self._parameters(), *added))
                 if self.backend is not None and param_group["params"]:
                     select(describe(self.op, [filled]), self.backend)  # an explicit choice is refused here, not in step
         super().add_param_group(param_group)
@@ -254,7 +261,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- the step ----
 
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _reset(self) -> None:
+        self._complete = True  # of groups that its maker gave
         self._buckets = None
         self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
         self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
@@ -278,17 +289,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm = limit = None
         arguments = self.arguments()
         self._warn_captured_rates(buckets, arguments[0])
+        if not all(backends.checks_arguments(bucket.backend) for bucket in buckets):
+            checks.check_gradients(type(self).__name__, self._parameters())
         try:
             if self.max_grad_norm is not None or self._fill_found_inf:
                 self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
             if self.max_grad_norm is not None and self.grad_norm is not None:
-                norm, limit = self.grad_norm, self.max_grad_norm
+                norm, limit = self.grad_norm, float(self.max_grad_norm)
             for bucket in buckets:
                 device = bucket.device
                 here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
                 bucket.plan.prepare(*([_number(x, device) for x in column] for column in arguments), *here, limit)
-        except ValueError as error:  # a backend knows the argument's name, not the optimizer's
-            raise ValueError(f"{type(self).__name__}: {error}") from error
+        except (ValueError, TypeError, RuntimeError) as error:
+            owner = type(self).__name__
+            checks.check_gradients(owner, self._parameters())  # the same words, whoever refused
+            if isinstance(error, ValueError):  # a backend knows the argument's name, not the optimizer's
+                raise ValueError(f"{owner}: {error}") from error
+            raise
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
@@ -348,9 +365,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> list[Bucket]:
         """Make missing state, mend state that others replaced, and build one plan a device."""
         owner = type(self).__name__
-        params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in enumerate(params):
-            checks.check_gradient(owner, number, p)
+        params = self._parameters()
+        checks.check_gradients(owner, params)
         checks.check_overlaps(owner, params)
         waiting = []
         made: dict[Tensor, dict[str, Any]] = {}  # what becomes of each state, once nothing can fail any more
@@ -426,9 +442,11 @@ def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _number(value: Any, device: torch.device) -> Any:
-    """Return what a plan on ``device`` can read: a tensor becomes fp32 or fp64, there or on the CPU."""
-    if not isinstance(value, Tensor):
+    """Return what a plan on ``device`` can read: Python's own numbers, tensors of fp32 or fp64 there or on the CPU."""
+    if type(value) in _AS_THEY_ARE:
         return value
+    if not isinstance(value, Tensor):
+        return float(value)  # NumPy's scalars and the like, which not all of torch takes
     if value.dtype not in (torch.float32, torch.float64):
         value = value.to(torch.float32)
     return value if value.device.type == "cpu" else on_device(value, device)

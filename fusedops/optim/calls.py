@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dispatch import Call
+from . import checks
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -46,6 +47,27 @@ def _call(
     return Call(op, device.type, index, tuple(dict.fromkeys(dtypes)), options=options)
 
 
+def describe_optimizer(op: str, owner: str, arguments: Mapping[str, Any]) -> Call:
+    """Return the call of an optimizer's step, or refuse what its constructor would.
+
+    Args:
+        op: ``"adam"`` or ``"adamw"``.
+        owner: name of the optimizer, for the message.
+        arguments: those of its constructor, all of them.
+    """
+    if isinstance(arguments["params"], Tensor):
+        raise TypeError(f"{op}: params: expected tensors or dicts in a list or the like, got a tensor")
+    params = list(arguments["params"])
+    groups = [_listed(item) for item in params] if params and isinstance(params[0], dict) else [{"params": params}]
+    checks.check_arguments(owner, {**arguments, "params": groups})
+    return describe(op, **{**arguments, "params": groups})
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}  # a generator ends
+
+
 def describe(
     op: str,
     params: Iterable[Any],
@@ -64,6 +86,9 @@ def describe(
         master_weights: as the optimizer's.
         state_dtype: as the optimizer's.
         **_: options that no backend's choice depends on.
+
+    Raises:
+        TypeError: something else than a tensor, where torch's constructor says so too.
     """
     stored = []
     for item in params:
@@ -72,6 +97,8 @@ def describe(
         amsgrad = amsgrad or bool(group.get("amsgrad"))
         for p in [group["params"]] if isinstance(group["params"], Tensor) else group["params"]:
             p = p[1] if isinstance(p, tuple) else p
+            if not isinstance(p, Tensor):
+                raise TypeError(f"{op}: params: expected tensors, got {type(p).__name__}")
             master = bool(group.get("master_weights", master_weights)) and p.dtype in _NARROW
             stored.append((p, p.dtype if dtype is None or p.dtype is torch.float64 else dtype, master))
     return adam_call(op, stored, amsgrad)

@@ -8,16 +8,18 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from numbers import Real
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from .._options import LARGEST, check_flag, number
 from ..backends.memory import memory_layout
 from ..errors import UnsupportedError
+from ..ops._common import check_dense
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,11 +27,11 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEEPERS = ("master_weights", "kahan_sum", "bf16_stochastic_round")
 _FLAGS = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay", *KEEPERS)
 _flags_of = itemgetter(*_FLAGS)
-_REAL: Any = Real  # its stub has no order
 _NUMBERS, _BOOLS = frozenset((float, int)), frozenset((bool,))
 _SEEDS = 2**64
-_LARGEST = sys.float_info.max  # an int may be larger than any float
 _SAMPLES = 1 << 16
+_Place = tuple[int, int, Tensor, bool]  # a parameter's first byte, its number, itself, and whether it has no gaps
+_ADDRESSED = ("cpu", "cuda")  # elsewhere a pointer need not be a place in memory
 # Where a warning's reader has nothing to mend.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
@@ -49,6 +51,16 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
     _check_parameters(owner, group["params"])
 
 
+def check_arguments(owner: str, arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of an optimizer that is not made, all of them spelt out; ``params`` is a list of groups."""
+    check_max_grad_norm(owner, arguments["max_grad_norm"])
+    options = {**arguments, "decoupled_weight_decay": True}  # its class says which, and either is sound
+    for group in arguments["params"]:
+        check_no_group_option(owner, group)
+        check_group(owner, {**options, **group})
+    check_overlaps(owner, (p[1] if isinstance(p, tuple) else p for g in arguments["params"] for p in g["params"]))
+
+
 def are_plain(group: Mapping[str, Any]) -> bool:
     """Tell whether the options that a step reads are plain values in range, as they nearly always are.
 
@@ -64,11 +76,11 @@ def are_plain(group: Mapping[str, Any]) -> bool:
         lr = 0.0  # a value on a device is not read back
     return (
         _NUMBERS.issuperset(map(type, (lr, beta1, beta2, eps, decay)))
-        and 0.0 <= lr <= _LARGEST
+        and 0.0 <= lr <= LARGEST
         and 0.0 <= beta1 < 1.0
         and 0.0 <= beta2 < 1.0
-        and 0.0 <= eps <= _LARGEST
-        and 0.0 <= decay <= _LARGEST
+        and 0.0 <= eps <= LARGEST
+        and 0.0 <= decay <= LARGEST
         and _BOOLS.issuperset(map(type, _flags_of(group)))
         and not group["differentiable"]
         and type(seed) is int
@@ -80,8 +92,7 @@ def check_options(owner: str, group: Mapping[str, Any]) -> None:
     """Check the options of one group; see ``check_group``."""
     check_numbers(owner, group)
     for name in _FLAGS:
-        if not isinstance(group[name], bool):
-            raise ValueError(f"{owner}: {name}: expected True or False, got {group[name]!r}")
+        check_flag(owner, name, group[name])
     if group["differentiable"]:
         raise UnsupportedError(f"{owner}: differentiable=True: a fused step records no graph; torch.optim's does")
     keepers = [name for name in KEEPERS if group[name]]
@@ -97,16 +108,15 @@ def check_options(owner: str, group: Mapping[str, Any]) -> None:
 
 def check_numbers(owner: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError unless lr, betas, eps and weight_decay are numbers in range; tensors on a device aren't read."""
-    _check_number(owner, "lr", group["lr"])
+    finite = "a finite number ≥ 0"
+    _check_number(owner, "lr", group["lr"], finite)
     betas = group["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"{owner}: betas: expected a pair of numbers, got {betas!r}")
     for i, beta in enumerate(betas):
-        _check_number(owner, f"betas[{i}]", beta, most=math.nextafter(1.0, 0.0))
+        _check_number(owner, f"betas[{i}]", beta, "a number in [0, 1)", math.nextafter(1.0, 0.0))
     for name in ("eps", "weight_decay"):
-        if isinstance(group[name], Tensor):
-            raise ValueError(f"{owner}: {name}: expected a number, got a tensor of {group[name].dtype}")
-        _check_number(owner, name, group[name])
+        number(owner, name, group[name], finite, 0.0)
 
 
 def check_no_group_option(owner: str, group: Mapping[str, Any]) -> None:
@@ -119,76 +129,127 @@ def check_no_group_option(owner: str, group: Mapping[str, Any]) -> None:
 
 
 def check_max_grad_norm(owner: str, value: Any) -> None:
-    """Raise ValueError unless the bound of the gradients' norm is None or a number above 0."""
-    if value is not None and not (isinstance(value, _REAL) and value > 0):
-        raise ValueError(f"{owner}: max_grad_norm: expected None or a number > 0, got {value!r}")
+    """Raise ValueError unless the bound of the gradients' norm is None or a number above 0; inf only measures."""
+    if value is not None:
+        number(owner, "max_grad_norm", value, "None or a number > 0", math.ulp(0.0), math.inf)
 
 
-def _check_number(owner: str, name: str, value: Any, most: float = _LARGEST) -> None:
-    given = value
+def _check_number(owner: str, name: str, value: Any, expected: str, most: float = LARGEST) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise ValueError(
                 f"{owner}: {name}: expected one floating point element, got {tuple(value.shape)} of {value.dtype}"
             )
         value = value.item() if value.device.type == "cpu" else 0.0  # a value on a device is not read back
-    if not isinstance(value, _REAL) or not 0.0 <= value <= most:  # NaN fails every comparison
-        bound = "a finite number ≥ 0" if most == _LARGEST else "a number in [0, 1)"
-        raise ValueError(f"{owner}: {name}: expected {bound}, got {given!r}")
+    number(owner, name, value, expected, 0.0, most)
 
 
 def _check_parameters(owner: str, params: Iterable[Any]) -> None:
     seen = set()
-    for number, p in enumerate(params):
+    for i, p in enumerate(params):
         p = p[1] if isinstance(p, tuple) else p
         if not isinstance(p, Tensor):
             continue  # torch's own TypeError says it
         if id(p) in seen:
-            raise ValueError(f"{owner}: params: parameter {number} of shape {tuple(p.shape)} is in the group twice")
+            raise ValueError(f"{owner}: params: parameter {i} of shape {tuple(p.shape)} is in the group twice")
         seen.add(id(p))
         frozen = isinstance(p, torch.nn.Parameter) and not p.requires_grad  # these may be quantised
-        if p.dtype not in PARAMETER_DTYPES and not frozen:
-            expected = ", ".join(map(str, PARAMETER_DTYPES))
-            raise ValueError(f"{owner}: params: parameter {number}: expected a dtype of {expected}, got {p.dtype}")
+        if frozen:
+            continue
+        where = f"{owner}: params: parameter {i}"
+        if p.layout is not torch.strided:
+            raise ValueError(f"{where}: expected a dense tensor, got layout {p.layout}")
+        if p.dtype not in PARAMETER_DTYPES:
+            raise ValueError(f"{where}: expected a dtype of {', '.join(map(str, PARAMETER_DTYPES))}, got {p.dtype}")
 
 
-def check_gradient(owner: str, number: int, p: Tensor) -> None:
-    """Raise ValueError where parameter ``number`` has a gradient that no step can take."""
-    grad = p.grad
-    if grad is None:
-        return
-    where = f"{owner}: gradient of parameter {number}"
-    if grad.layout is not torch.strided:
-        raise ValueError(f"{where}: expected a dense tensor, got layout {grad.layout}; use torch.optim.SparseAdam")
+def check_gradients(owner: str, params: Iterable[Tensor]) -> None:
+    """Raise ValueError naming the first parameter whose gradient no step can take."""
+    for i, p in enumerate(params):
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.layout is torch.sparse_coo:
+            raise ValueError(
+                f"{owner}: gradient of parameter {i}: expected a dense tensor, got layout {grad.layout}; use "
+                "torch.optim.SparseAdam"
+            )
+        check_gradient(owner, i, grad)
+        if grad.shape != p.shape or grad.device != p.device:
+            raise ValueError(
+                f"{owner}: gradient of parameter {i}: expected shape {tuple(p.shape)} on {p.device}, got "
+                f"{tuple(grad.shape)} on {grad.device}"
+            )
+
+
+def check_gradient(owner: str, i: int, grad: Tensor) -> None:
+    """Raise ValueError unless the gradient of parameter ``i`` is dense, in memory and of a dtype that is served."""
+    check_dense(owner, f"gradient of parameter {i}", grad)
     if grad.dtype not in PARAMETER_DTYPES:
-        raise ValueError(f"{where}: expected a dtype of {', '.join(map(str, PARAMETER_DTYPES))}, got {grad.dtype}")
-    if grad.shape != p.shape or grad.device != p.device:
-        raise ValueError(
-            f"{where}: expected shape {tuple(p.shape)} on {p.device}, got {tuple(grad.shape)} on {grad.device}"
-        )
+        expected = ", ".join(map(str, PARAMETER_DTYPES))
+        raise ValueError(f"{owner}: gradient of parameter {i}: expected a dtype of {expected}, got {grad.dtype}")
 
 
 def check_overlaps(owner: str, params: Iterable[Tensor]) -> None:
     """Raise ValueError where two parameters, or two elements of one, share memory: an update would meet another.
 
-    Parameters with gaps may interleave, as columns of one matrix do; only their starts are compared.
+    Views side by side in one buffer share nothing, nor do those with gaps that interleave, as columns of one matrix do.
+    In the order of their starts each parameter is compared with the next: one without gaps by where it ends, two of the
+    same strides element by element. Of other pairs with gaps nothing is certain, and nothing is said.
     """
-    ranges = []
-    for number, p in enumerate(params):
-        if not is_plain(p) or p.is_meta or not p.numel() or not p.data_ptr():
+    by_device: dict[torch.device, list[_Place]] = {}
+    for i, p in enumerate(params):
+        if not is_plain(p) or p.layout is not torch.strided or not p.numel():
             continue
-        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        device = p.device
+        if device.type not in _ADDRESSED:
+            continue
+        begin, dense = p.data_ptr(), p.is_contiguous()
+        if not dense:
+            if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+                raise ValueError(
+                    f"{owner}: params: parameter {i}: expected memory for every element, got strides {p.stride()}"
+                )
+            dense = memory_layout(p) == p.stride()
+        by_device.setdefault(device, []).append((begin, i, p, dense))
+    for places in by_device.values():
+        if _shared(places) and (pair := _shared([place for place in places if place[2].untyped_storage().nbytes()])):
             raise ValueError(
-                f"{owner}: params: parameter {number}: expected memory for every element, got strides {p.stride()}"
+                f"{owner}: params: parameter {pair[1]}: expected memory of its own, got memory of parameter {pair[0]}"
             )
-        elements = p.numel() if memory_layout(p) == p.stride() else 1
-        ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + elements * p.element_size(), number))
-    ranges.sort()
-    for (device, _, end, first), (other, begin, _, second) in pairwise(ranges):
-        if device == other and begin < end:
-            raise ValueError(
-                f"{owner}: params: parameter {second}: expected memory of its own, got memory of parameter {first}"
-            )
+
+
+def _shared(places: list[_Place]) -> tuple[int, int] | None:
+    """Return the numbers of two parameters that share memory, if any do; of one that is listed twice torch tells."""
+    places.sort(key=itemgetter(0, 1))
+    for (begin, first, p, dense), (start, second, q, _) in pairwise(places):
+        if p is not q and (start < begin + p.numel() * p.element_size() if dense else _interlock(p, q)):
+            return first, second
+    return None
+
+
+def _interlock(p: Tensor, q: Tensor) -> bool:
+    """Tell whether tensors share an element for certain, as two slices of a matrix that have a column in common.
+
+    Such an element has an index in each, and the strides times what these differ by are the distance of the starts.
+    """
+    distance, rest = divmod(q.data_ptr() - p.data_ptr(), p.element_size())
+    if not distance:
+        return True
+    if rest or p.element_size() != q.element_size() or p.stride() != q.stride():
+        return False
+    steps = sorted((step for step in zip(p.stride(), p.shape, q.shape, strict=True) if step[0]), reverse=True)
+
+    def reaches(distance: int, axis: int) -> bool:
+        if axis == len(steps):
+            return distance == 0
+        stride, mine, others = steps[axis]
+        ahead = sum(s * (size - 1) for s, size, _ in steps[axis + 1 :])
+        behind = sum(s * (size - 1) for s, _, size in steps[axis + 1 :])
+        fewest, most = max(1 - others, -((ahead - distance) // stride)), min(mine - 1, (distance + behind) // stride)
+        return any(reaches(distance - stride * k, axis + 1) for k in range(fewest, most + 1))
+
+    return reaches(distance, 0)
 
 
 def lost_updates(params: Iterable[Tensor], lr: float) -> float:
@@ -239,4 +300,6 @@ def warn(message: str) -> None:
 
 def is_plain(t: Tensor) -> bool:
     """Tell whether ``t`` is an ordinary tensor or parameter, not a subclass with its own memory (DTensor, …)."""
-    return type(t) in (Tensor, torch.nn.Parameter) or (isinstance(t, torch.nn.Parameter) and type(t.data) is Tensor)
+    return type(t) in (Tensor, torch.nn.Parameter) or (
+        isinstance(t, torch.nn.Parameter) and type(t.data) is Tensor and not is_lazy(t)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable
 
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from .._options import number
 from ..backends.reference_adam import clip_coefficient
 from ..config import CONFIG
 from ..dispatch import select
 from .base import combine_norms, on_device
 from .calls import gradient_call
-from .checks import is_plain, warn
+from .checks import PARAMETER_DTYPES, check_gradient, is_plain, warn
+
+_SERVED = frozenset(PARAMETER_DTYPES)
 
 
 @torch.no_grad()
@@ -28,8 +32,8 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm is at most ``max_norm``: g ← g · min(1, max_norm / (norm + 1e-6)).
 
     Args:
-        parameters: a tensor or tensors whose ``grad`` is clipped; any devices and dtypes.
-        max_norm: the most the norm of all gradients together may be.
+        parameters: a tensor or tensors whose ``grad`` is clipped: dense, fp16 | bf16 | fp32 | fp64, on any devices.
+        max_norm: the most the norm of all gradients together may be, a number from 0 to inf.
         norm_type: 2 in fused passes; any other as torch computes it.
         error_if_nonfinite: raise where the norm is inf or NaN. Waits for the device; nothing else here does.
         foreach: accepted for torch's sake; used where torch computes.
@@ -38,11 +42,14 @@ def clip_grad_norm_(
         0-dim norm before clipping, on the first gradient's device: fp32 (fp64 when a gradient is).
 
     Raises:
-        ValueError: a gradient lies over itself, as an expanded tensor does; nothing has been scaled then.
+        ValueError: ``max_norm`` is no such number, or a gradient is sparse, of another dtype or lies over itself, as an
+            expanded tensor does; nothing has been scaled then.
         RuntimeError: ``error_if_nonfinite`` and the norm is inf or NaN; nothing has been scaled then.
 
     *Numerics*: fp32 partial sums, finished in fp64, deterministic. torch rounds norms of 16-bit gradients to 16 bits.
     """
+    limit = max_norm.item() if isinstance(max_norm, Tensor) and max_norm.numel() == 1 else max_norm
+    limit = number("clip_grad_norm_", "max_norm", limit, "a number ≥ 0", 0.0, math.inf)
     if isinstance(parameters, Tensor):
         params = [parameters]
     else:
@@ -52,8 +59,12 @@ def clip_grad_norm_(
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    if norm_type != 2 or CONFIG.disabled or not all(g.layout is torch.strided and is_plain(g) for g in grads):
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    odd = any(type(g) is not Tensor or g.layout is not torch.strided or g.dtype not in _SERVED for g in grads)
+    by_torch = norm_type != 2 or CONFIG.disabled
+    if odd or by_torch:
+        _check_gradients(params)
+    if by_torch or (odd and not all(map(is_plain, grads))):
+        return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error_if_nonfinite, foreach)
     for g in grads:
         if not g.is_contiguous() and torch._debug_has_internal_overlap(g) == 1:  # 1: yes, by a stride of 0
             raise ValueError(
@@ -64,19 +75,28 @@ def clip_grad_norm_(
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
     chosen = {device: _backend(gs) for device, gs in by_device.items()}
+    if not all(map(backends.checks_arguments, chosen.values())):
+        _check_gradients(params)
     try:
         norm = combine_norms([chosen[device].grad_norm(gs, None, None) for device, gs in by_device.items()])
     except ValueError as error:
+        _check_gradients(params)  # the same words, whoever refused
         raise ValueError(f"clip_grad_norm_: {error}") from error
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped. To scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    coef = clip_coefficient(norm, float(max_norm))
+    coef = clip_coefficient(norm, limit)
     for device, gs in by_device.items():
         chosen[device].grad_scale_(gs, on_device(coef, device))
     return norm
+
+
+def _check_gradients(params: Iterable[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.grad is not None and is_plain(p.grad):
+            check_gradient("clip_grad_norm_", i, p.grad)
 
 
 def _backend(grads: list[Tensor]) -> types.ModuleType:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._options import number
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE = (*MOMENTS, "master", "compensation")
@@ -92,5 +93,4 @@ def _check_count(where: str, step: Any) -> None:
         if step.numel() != 1 or step.is_complex() or step.is_meta or step.layout is not torch.strided:
             raise ValueError(f"{where}: step: expected one number, got {step.dtype} of shape {tuple(step.shape)}")
         step = step.item()
-    if not isinstance(step, Real) or not 0.0 <= float(step) <= _MOST_STEPS:
-        raise ValueError(f"{where}: step: expected a number of steps, got {step!r}")
+    number(where, "step", step, "a number of steps", 0.0, _MOST_STEPS)
