@@ -53,11 +53,12 @@ class Untestable:
     why: str
 
 
-_CENTRED, _RMS = ("layer_norm", "add_layer_norm"), ("rms_norm", "add_rms_norm")
+_CENTRED = ("layer_norm", "add_layer_norm")
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 UNTESTABLE = (
     Untestable(
-        (), "triton", "cpu", (_BF16,), "subnormal", "Triton's interpreter loads subnormal bf16 as other numbers"
+        (), "triton", "cpu", (_BF16,), "subnormal",
+        "Triton's interpreter loads and stores subnormal bf16 as other numbers",
     ),
     Untestable(
         (), "apex", "cuda", (_F32, _F16, _BF16), "subnormal",
@@ -74,11 +75,12 @@ UNTESTABLE = (
 
 
 def untestable(
-    spec: OpSpec, dtypes: Mapping[str, torch.dtype], options: Mapping[str, Any], values: str, backend: str,
-    device_type: str,
+    spec: OpSpec, dtypes: Mapping[str, torch.dtype], out_dtype: torch.dtype | None, options: Mapping[str, Any],
+    values: str, backend: str, device_type: str,
 ) -> str | None:  # fmt: skip
     """Return why such numbers say nothing of an op on a backend, or None if they do."""
-    given = {dtype for name, dtype in dtypes.items() if _like_input(spec, name)} | {options.get("residual_dtype")}
+    rows = (dtype for name, dtype in dtypes.items() if _like_input(spec, name))
+    given = {*rows, options.get("residual_dtype"), out_dtype}
     for entry in UNTESTABLE:
         if (
             (entry.backend, entry.device, entry.values) == (backend, device_type, values)
@@ -604,7 +606,7 @@ def refused(spec: OpSpec, case: Case, backend: str, device: str = "cpu") -> str 
     reason: str | None = backends.get(backend).unavailable(device_type)
     if reason is not None:
         return reason
-    if reason := untestable(spec, case.dtypes, case.options, case.values, backend, device_type):
+    if reason := untestable(spec, case.dtypes, case.out_dtype, case.options, case.values, backend, device_type):
         return reason
     return "; ".join(refusals(backend, describe(spec, case, device))) or None
 

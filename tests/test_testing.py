@@ -210,16 +210,17 @@ def test_zeros_for_rows_far_from_zero_fail() -> None:
 
 def test_numbers_that_say_nothing_are_those_of_an_op_a_backend_and_a_dtype() -> None:
     def why(op: str, backend: str, input: torch.dtype, weight: torch.dtype = F32, device: str = "cpu") -> str | None:
-        return testing.untestable(OPS[op], {"input": input, "weight": weight}, {}, "huge", backend, device)
+        return testing.untestable(OPS[op], {"input": input, "weight": weight}, None, {}, "huge", backend, device)
 
     assert "LayerNorm makes NaN" in str(why("layer_norm", "reference", F32))
-    assert "rsqrt" in str(why("rms_norm", "reference", BF16, device="cuda"))
-    assert why("rms_norm", "reference", F32) is why("layer_norm", "native", F32) is None
+    assert why("rms_norm", "reference", F32) is why("layer_norm", "reference", F32, device="cuda") is None
+    assert why("rms_norm", "reference", BF16) is why("layer_norm", "native", F32) is None
     assert why("layer_norm", "reference", F16) is None  # its 6e4 are not huge
     streams = {"input": F16, "residual": F32}
-    assert testing.untestable(OPS["add_layer_norm"], streams, {}, "huge", "reference", "cpu")
+    assert testing.untestable(OPS["add_layer_norm"], streams, None, {}, "huge", "reference", "cpu")
     streams, stored = {"input": F32, "residual": F32}, {"residual_dtype": BF16}
-    assert testing.untestable(OPS["add_rms_norm"], streams, stored, "subnormal", "triton", "cpu")
+    assert testing.untestable(OPS["add_rms_norm"], streams, None, stored, "subnormal", "triton", "cpu")
+    assert testing.untestable(OPS["rms_norm"], {"input": F32}, BF16, {}, "subnormal", "triton", "cpu")
     case = a_case((6, 7), F32, values="huge")
     assert "LayerNorm makes NaN" in str(testing.refused(LAYER_NORM, case, "reference"))
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import torch
 
@@ -126,15 +125,16 @@ def draw(random: Random, cell: Cell, variant: Variant, device: str, size: Size, 
     shape, normalized = _draw_shape(random, cell, variant.width, size, large)
     out_dtype = cell.output if cell.converts and (cell.output is not cell.input or random.random() < 0.5) else None
     options = dict(cell.spec.draw_options(random, variant.dtypes))
-    values = random.choice([v for v in ("normal", *VALUES) if _testable(cell, variant, options, device, v)])
+
+    def testable(values: str) -> bool:
+        on = cell.backend, torch.device(device).type
+        return not testing.untestable(cell.spec, variant.dtypes, out_dtype, options, values, *on)
+
+    values = random.choice([v for v in ("normal", *VALUES) if testable(v)])
     case = Case(
         shape, normalized, variant.dtypes, out_dtype=out_dtype, options=options, values=values, memory=variant.memory
     )
     return Drawn(case, variant.wanted, random.getrandbits(31))
-
-
-def _testable(cell: Cell, variant: Variant, options: Mapping[str, Any], device: str, values: str) -> bool:
-    return not testing.untestable(cell.spec, variant.dtypes, options, values, cell.backend, torch.device(device).type)
 
 
 def _draw_dtypes(random: Random, cell: Cell) -> dict[str, torch.dtype]:
