@@ -102,17 +102,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("layer_norm", &fusedops::layer_norm, py::arg("input"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5,
         py::arg("out_dtype") = py::none(), NoGil());
-  m.def("layer_norm_fwd", &fusedops::layer_norm_fwd, py::arg("input"), py::arg("normalized_shape"), py::arg("weight"),
-        py::arg("bias"), py::arg("eps"), py::arg("out_dtype"), NoGil());
-  m.def("layer_norm_bwd", &fusedops::layer_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
-        py::arg("weight"), py::arg("mean"), py::arg("rstd"), py::arg("output_mask"), py::arg("bias_dtype") = py::none(),
-        NoGil());
   m.def("rms_norm", &fusedops::rms_norm, py::arg("input"), py::arg("normalized_shape"), py::arg("weight") = py::none(),
         py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0, py::arg("out_dtype") = py::none(), NoGil());
-  m.def("rms_norm_fwd", &fusedops::rms_norm_fwd, py::arg("input"), py::arg("normalized_shape"), py::arg("weight"),
-        py::arg("eps"), py::arg("weight_offset"), py::arg("out_dtype"), NoGil());
-  m.def("rms_norm_bwd", &fusedops::rms_norm_bwd, py::arg("dy"), py::arg("input"), py::arg("normalized_shape"),
-        py::arg("weight"), py::arg("rstd"), py::arg("weight_offset"), py::arg("output_mask"), NoGil());
   m.def("add_layer_norm", &fusedops::add_layer_norm, py::arg("input"), py::arg("residual"), py::arg("normalized_shape"),
         py::arg("weight") = py::none(), py::arg("bias") = py::none(), py::arg("eps") = 1e-5, py::arg("dropout_p") = 0.0,
         py::arg("post_norm") = false, py::arg("out_dtype") = py::none(), py::arg("residual_dtype") = py::none(),

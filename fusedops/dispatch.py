@@ -33,7 +33,8 @@ class Call:
         index: device index, -1 where there is none.
         dtypes: dtype by argument name, absent arguments left out; ``"output"`` is always there.
         hidden: elements worked over together; None while compiling.
-        rows: an upper bound of the number of rows (rows are bucketed by powers of two); None while compiling.
+        rows: an upper bound of the number of rows (calls are alike up to a power of two of elements); None while
+            compiling.
         compiling: traced by torch.compile or torch.export.
         options: further facts a backend may refuse, by name.
     """

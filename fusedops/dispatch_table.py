@@ -65,17 +65,6 @@ def _within(value: int | None, limits: tuple[int, int]) -> bool:
 
 SHIPPED: tuple[Row, ...] = (
     Row(
-        ("layer_norm", "rms_norm"),
-        "cuda",
-        ("triton", "native", "reference"),
-        "2048 x 12288 forward + backward 194 and 143 us, native 215 and 198 "
-        "(benchmarks/results/nvidia-h200.jsonl, 2026-11-30)",
-        capability=(90, 90),
-        dtypes=("float32",),
-        hidden=(8193, 12288),
-        rows=(2048, 2**63),
-    ),
-    Row(
         (),
         "cpu",
         ("native", "reference"),

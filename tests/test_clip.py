@@ -13,6 +13,17 @@ torchs_clip = torch.nn.utils.clip_grad_norm_
 
 
 @pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_gradients_without_elements(backend, device, need_backend):
+    """As on a rank whose shards are empty; on a stream that has seen no others."""
+    need_backend(backend)
+    params = make_params(device, torch.float32, (0,), (3, 0))
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    with fusedops.use_backend(backend), torch.cuda.stream(stream):
+        assert float(clip_grad_norm_(params, 1.0)) == 0.0
+        assert float(clip_grad_norm_(params, 1.0)) == 0.0
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_against_float64(dtype, max_norm, backend, device, need_backend):

@@ -110,6 +110,24 @@ def test_when_nothing_can_serve_every_reason_is_given(
         dispatch.select(CALL)
 
 
+@pytest.mark.parametrize("hidden", [3, 8, 100])
+@pytest.mark.parametrize("order", [1, -1])
+def test_calls_are_served_as_explain_says_in_any_order(
+    hidden: int, order: int, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(native=fake_backend(limits=ALL))
+    row = Row((), None, ("reference",), "test", rows=(4, 2**63))
+    monkeypatch.setattr(dispatch, "_rows", (row, *dispatch_table.SHIPPED))
+    seen = set()
+    for rows in range(1, 20)[::order]:
+        x = torch.ones(rows, hidden)
+        served = fusedops.layer_norm(x, hidden)
+        backend = fusedops.explain("layer_norm", x, hidden).chosen
+        assert backend == ("native" if isinstance(served, str) else "reference")
+        seen.add(backend)
+    assert seen == {"native", "reference"}
+
+
 def test_limits_while_compiling_do_not_need_sizes() -> None:
     limits = Limits(frozenset({F32, BF16}), max_hidden=8, max_elements=8)
     assert limits.refuse(Call("layer_norm", "cpu", -1, CALL.dtypes, compiling=True)) == []

@@ -186,7 +186,9 @@ def test_threads_of_python_at_once(backend: str) -> None:
         pytest.skip("Triton's interpreter patches its language module, which threads share")
     from concurrent.futures import ThreadPoolExecutor
 
-    tensors = [torch.randn(16, n) for n in (8, 16, 24, 32) for _ in range(8)]
+    # The wide ones keep rows in shared memory: more than a kernel may have unasked, and of different sizes.
+    widths = (8, 16, 24, 32, 20_001, 50_257)
+    tensors = [torch.randn(16, n) for n in widths for _ in range(8)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda x: layer_norm(x, x.shape[-1]), tensors))
     for x, y in zip(tensors, results, strict=True):

@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tile(Tile& tile, const TensorRecord& record
   if (t == 0) {
     const TensorRecord r = record;
     const auto shifted = [first](const void* base, DType dtype) {
-      return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * width_of(dtype) : nullptr;
+      return base != nullptr ? const_cast<char*>(static_cast<const char*>(base)) + first * size_of(dtype) : nullptr;
     };
     tile.grad = shifted(grad, r.grad_dtype);
     tile.param = shifted(r.param, r.param_dtype);
@@ -240,7 +240,7 @@ __device__ __forceinline__ void update_tile(const Tile& tile) {
   constexpr Rounding kahan = Rounding::kKahan, stochastic = Rounding::kStochastic;
   if (tile.path == Path::kDouble) return update_elements<kAll, kThreads, double>(tile, tile.scalars.full, 0);
   int done = 0;
-  if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * width_of(tile.types.grad)) == 0) {
+  if (reinterpret_cast<uintptr_t>(tile.grad) % (adam::vector_elements(tile.path) * size_of(tile.types.grad)) == 0) {
     switch (tile.path) {
       case Path::kFloat:
         done = update_vectors<kAll, kThreads, 4, kUnroll>(FixedTypes<f32, f32, f32, nearest>{}, tile);

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) sum_squares_kernel(const GradNormArg
   const int64_t first = int64_t(chunk.index) * args.chunk_size;
   const int64_t left = int64_t(span.numel) - first;
   const int64_t count = left < args.chunk_size ? left : args.chunk_size;
-  const char* data = static_cast<const char*>(span.data) + first * width_of(dtype);
+  const char* data = static_cast<const char*>(span.data) + first * size_of(dtype);
   double total;
   bool nonfinite;
   if (dtype == DType::f64) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) grad_scale_kernel(const GradScaleArg
   const int64_t first = int64_t(chunk.index) * args.chunk_size;
   const int64_t left = int64_t(span.numel) - first;
   const int64_t count = left < args.chunk_size ? left : args.chunk_size;
-  char* data = static_cast<char*>(span.data) + first * width_of(dtype);
+  char* data = static_cast<char*>(span.data) + first * size_of(dtype);
   int64_t done = 0;
   if (dtype == DType::f32) {
     if (is_aligned<4>(data, dtype)) done = scale_vectors<kThreads, 4, kUnroll>(data, DType::f32, count, float(factor));

@@ -10,8 +10,9 @@
 namespace fusedops::cuda {
 
 struct Device {
-  int sms;         // multiprocessors
-  int block_smem;  // bytes of shared memory that a block may opt in to
+  int sms;           // multiprocessors
+  int dynamic_smem;  // bytes of shared memory that a launch may ask for, 2 KiB less than a block may have: the kernels'
+                     // own
 };
 
 // Properties of the current device, read once a device.
@@ -19,7 +20,7 @@ inline Device current_device() {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<uint64_t>, kMaxDevices> known{};
   int id = 0;
-  if (cudaGetDevice(&id) != cudaSuccess) return {1, 48 << 10};
+  if (cudaGetDevice(&id) != cudaSuccess) return {1, 46 << 10};
   uint64_t packed = id < kMaxDevices ? known[id].load(std::memory_order_relaxed) : 0;
   if (packed == 0) {
     int sms = 1, smem = 48 << 10;
@@ -28,19 +29,20 @@ inline Device current_device() {
     packed = static_cast<uint64_t>(sms) << 32 | static_cast<uint32_t>(smem);
     if (id < kMaxDevices) known[id].store(packed, std::memory_order_relaxed);
   }
-  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff)};
+  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff) - (2 << 10)};
 }
 
-// Launches kernel(params). More than 48 KiB of shared memory, static and dynamic, is opted in to. `overlap` lets the
-// launch start while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a
-// kernel must call wait_for_previous_kernel() before it touches that kernel's results.
+// Launches kernel(params). Where 48 KiB of shared memory may not do, all that a block can have is opted in to, not what
+// this launch needs: the setting is the kernel's, and other threads may launch it too. `overlap` lets the launch start
+// while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must
+// call wait_for_previous_kernel() before it touches that kernel's results.
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
                    cudaStream_t stream, bool overlap = false) {
-  constexpr size_t kStatic = 4 << 10;  // more than any kernel has of its own beside the dynamic part
-  if (smem + kStatic > (48u << 10)) {
-    const cudaError_t refused = cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+  if (smem > (46u << 10)) {
+    const cudaError_t refused =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             current_device().dynamic_smem);
     if (refused != cudaSuccess) {
       cudaGetLastError();  // clear it: the caller reports it, the next op must not
       return refused;

@@ -20,10 +20,9 @@ struct Shape {
 };
 constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {32, 1, 1}};
 constexpr int kMaxStages = 4;
-constexpr int kMaxGroups = 15;        // a block has 15 barriers beside the one of __syncthreads()
-constexpr int kBlocksPerSm = 1;       // at once: more blocks are more partial rows
-constexpr int kColumnBlocks = 4;      // blocks an SM of the column sums of wide rows
-constexpr int kStaticSmem = 2 << 10;  // the exchange buffers and the driver's own
+constexpr int kMaxGroups = 15;    // a block has 15 barriers beside the one of __syncthreads()
+constexpr int kBlocksPerSm = 1;   // at once: more blocks are more partial rows
+constexpr int kColumnBlocks = 4;  // blocks an SM of the column sums of wide rows
 
 // Rows that a group adds up one after another, and after them the groups' sums. Where all gradients are alike, so are
 // the rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may
@@ -72,7 +71,7 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
     const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows, kAdd> layout(threads);
     int stages = kMaxStages;
-    while (stages > 0 && layout.bytes(groups, stages) > device.block_smem - kStaticSmem) --stages;
+    while (stages > 0 && layout.bytes(groups, stages) > device.dynamic_smem) --stages;
     if (stages < kShape.min_stages) return false;
     plan.elems = kShape.elems;
     const int64_t at_once = device.sms * kBlocksPerSm;
@@ -140,7 +139,7 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   }
   if (status != cudaSuccess || sums == 0) return status;
   const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums);
-  const bool few = static_cast<int>(grid.x * grid.y) <= device.sms;
+  const bool few = static_cast<int>(grid.x * grid.y) <= device.sms;  // 1.4 us of 39 at 1024 columns; H200
   const auto finish = few ? norm_bwd_finish_kernel<acc_t, 32> : norm_bwd_finish_kernel<acc_t, 8>;
   return launch(finish, p, grid, dim3(kWarp, few ? 32 : 8), 0, stream, /*overlap=*/true);
 }

@@ -347,7 +347,8 @@ __global__ void __launch_bounds__(kWarp* kRows, 1) norm_bwd_finish_kernel(const 
   wait_for_previous_kernel();
   ExactSum<acc_t> mine;
   if (col < p.hidden) {
-    constexpr int kFlight = 132 / kRows + 1;  // loads of a thread; an H200 has 132 partial rows at once
+    constexpr int kAtOnce = 132;  // an H200's blocks, a partial row each; more of them are a second trip
+    constexpr int kFlight = kAtOnce / kRows + 1;
     for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kRows) {
       acc_t loaded[kFlight];
 #pragma unroll

@@ -63,9 +63,8 @@ cudaError_t launch_wide(const NormFwd& n, cudaStream_t stream) {
   const int hidden = static_cast<int>(n.hidden);
   FwdParams p{n, hidden, 1.0f / hidden, is_aligned<Row::kVec>(n), false};
   const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
-  const int reserve = 1 << 10;  // static shared memory and the driver's own
   const int64_t row_bytes = vecs * static_cast<int64_t>(sizeof(typename Row::Kept));
-  p.staged = row_bytes + reserve <= current_device().block_smem;
+  p.staged = row_bytes <= current_device().dynamic_smem;
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(n.rows, INT_MAX)));
   return launch(norm_fwd_wide_kernel<Row, kRms>, p, grid, dim3(std::min(kWideThreads, round_up(vecs, kWarp))),
                 p.staged ? row_bytes : 0, stream);

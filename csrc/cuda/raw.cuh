@@ -12,8 +12,6 @@
 
 namespace fusedops::cuda {
 
-__device__ __forceinline__ int width_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
-
 template <class To, class From>
 __device__ __forceinline__ To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -126,7 +124,7 @@ __device__ __forceinline__ void store_one(void* base, int64_t i, DType dtype, ac
 // Whether element i of base can be the start of a vector of kVec elements.
 template <int kVec>
 __device__ __forceinline__ bool is_aligned(const void* base, DType dtype) {
-  return reinterpret_cast<uintptr_t>(base) % (kVec * width_of(dtype)) == 0;
+  return reinterpret_cast<uintptr_t>(base) % (kVec * size_of(dtype)) == 0;
 }
 
 }  // namespace fusedops::cuda

@@ -121,8 +121,9 @@ DeviceSpans device_spans(const SpanList& list, c10::Device device, cudaStream_t 
       new std::map<std::pair<int, cudaStream_t>, DeviceSpans>();  // never destroyed: CUDA is gone before statics are
   const std::lock_guard<std::mutex> lock(mutex);
   DeviceSpans& last = (*cache)[{device.index(), stream}];
-  const bool same = last.key.size() == list.spans.size() &&
-                    std::memcmp(last.key.data(), list.spans.data(), list.spans.size() * sizeof(TensorSpan)) == 0;
+  const size_t count = list.spans.size();
+  const bool same = last.spans.defined() && last.key.size() == count &&
+                    (count == 0 || std::memcmp(last.key.data(), list.spans.data(), count * sizeof(TensorSpan)) == 0);
   if (!same) last = upload(list, device, stream);
   return last;
 }

@@ -161,7 +161,7 @@ def choose(
         backend: the explicit choice, or None.
         options: names and values of other arguments that backends may refuse.
 
-    Pointers and strides are not part of the key: alignment is the launcher's business. Rows count by powers of two.
+    Pointers and strides are not part of the key: alignment is the launcher's business. Elements count by powers of two.
     What no kernel knows of (tensor subclasses, nested tensors, functorch transforms, forward-mode AD, torch.jit.trace)
     takes plain PyTorch, compiled or not.
     """

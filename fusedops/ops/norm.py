@@ -261,7 +261,8 @@ def describe_norm(
         ("output", amp.norm_output_dtype(input, out_dtype, op)),
     )
     hidden = math.prod(shape)
-    rows = 2 ** (input.numel() // max(hidden, 1)).bit_length() - 1
+    most = 2 ** input.numel().bit_length() - 1  # elements of a call of its like; as in choose's key
+    rows = most // max(hidden, 1)
     return Call(op, input.device.type, input.get_device(), dtypes, hidden, rows)
 
 
