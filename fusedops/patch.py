@@ -22,6 +22,10 @@ SWAPS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
 }
 
 _MARK = "_fusedops_patch"
+_AUTOCAST = (
+    "Under autocast they return its dtype, torch's return fp32: where that is the residual stream (post-norm, as BERT) "
+    'skip them, or call fusedops.amp.set_norm_output("fp32").'
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class PatchReport:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """One line on the counts, and one on what changes under autocast if any module was replaced."""
         count = len(self.replaced)
-        return f"fusedops.patch: {count} module{'' if count == 1 else 's'} replaced, {len(self.left)} left"
+        counts = f"fusedops.patch: {count} module{'' if count == 1 else 's'} replaced, {len(self.left)} left"
+        return f"{counts}\n{_AUTOCAST}" if count else counts
 
     def __str__(self) -> str:
         replaced = [f"  {name or '(the model itself)'} → {what}" for name, what in self.replaced.items()]
@@ -66,7 +71,7 @@ def patch(
         ops: which ops to swap, of `layer_norm`, `rms_norm`; None: all.
         skip: module names, or patterns such as `"blocks.0.*"`, to leave alone.
         filter_fn: called with (name, module); a module it returns False for is left.
-        verbose: print one line saying how many modules were replaced.
+        verbose: print how many modules were replaced, and what that changes.
 
     Returns:
         `model` itself. `patched(model)` says what was replaced, what was left, and why.
@@ -75,8 +80,9 @@ def patch(
         ValueError: `ops` names an unknown op, or `skip` is a single string.
 
     *Autocast*: a swapped norm returns the autocast dtype, where torch's returns fp32 (`fusedops.amp.set_norm_output`
-    changes that). Where the norm's output is the residual stream that difference is not harmless, so the norms of
-    torch's own post-norm layers (`nn.TransformerEncoderLayer(norm_first=False)`, its decoder likewise) are left.
+    changes that). Where the norm's output is the residual stream that difference is not harmless: the norms of torch's
+    own post-norm layers (`nn.TransformerEncoderLayer(norm_first=False)`, its decoder likewise) are left; those of other
+    post-norm models (BERT's) can't be told from others, and are yours to skip.
     """
     chosen = set(SWAPS) if ops is None else _checked_ops(ops)
     if isinstance(skip, str):
