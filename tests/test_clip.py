@@ -8,6 +8,7 @@ from optim_helpers import DEVICES, PLACES, make_params, twins
 
 import fusedops
 from fusedops import UnsupportedError, clip_grad_norm_
+from fusedops.backends.reference_adam import clip_coefficient
 
 torchs_clip = torch.nn.utils.clip_grad_norm_
 
@@ -116,6 +117,42 @@ def test_two_devices():
     assert norm.device == params[0].device
     torch.testing.assert_close(norm.cpu(), torch.tensor(5.0))
     torch.testing.assert_close(params[1].grad.cpu(), torch.full((4,), 0.4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_bound_on_a_device_is_not_read_back(shape, dtype):
+    """A tensor without memory has nothing to read."""
+    p = torch.nn.Parameter(torch.ones(3, device="meta"))
+    p.grad = torch.ones(3, device="meta")
+    norm = clip_grad_norm_([p], torch.ones(shape, dtype=dtype, device="meta"))
+    assert norm.shape == ()
+    assert norm.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2,), torch.float32), ((), torch.bool), ((), torch.complex64)])
+def test_a_bound_on_a_device_is_one_real_number(shape, dtype):
+    p = torch.nn.Parameter(torch.ones(3, device="meta"))
+    p.grad = torch.ones(3, device="meta")
+    with pytest.raises(ValueError, match=r"^clip_grad_norm_: max_norm: expected a number ≥ 0, got a tensor of "):
+        clip_grad_norm_([p], torch.ones(shape, dtype=dtype, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_coefficient_has_the_same_bits_by_number_and_by_tensor(dtype):
+    torch.manual_seed(0)
+    norms = [
+        *(torch.rand(100, dtype=dtype) * 10),
+        torch.tensor(float("inf"), dtype=dtype),
+        torch.zeros((), dtype=dtype),
+    ]
+    for bound in (0.0, 1e-8, 0.1, 1 / 3, 3.0, float("inf")):
+        for norm in norms:
+            expected = clip_coefficient(norm, bound)
+            for shape in ((), (1,)):
+                found = clip_coefficient(norm, torch.full(shape, bound, dtype=dtype))
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(expected, (bound / (norm + 1e-6)).clamp(max=1.0), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -21,7 +21,7 @@ from op_helpers import (
     small_case,
     total,
 )
-from optim_helpers import build
+from optim_helpers import build, make_params, twins
 from torch import Tensor, nn
 
 import fusedops
@@ -263,6 +263,28 @@ def test_graphed_callables(backend: str) -> None:
             y = net(x)
             found.append([y.detach().clone(), *torch.autograd.grad((y**3).sum(), [x, *net.parameters()])])
         assert_same(*[[t.clone() for t in some] for some in found])
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
+def test_captured_clipping_follows_its_bound(dtype: torch.dtype, backend: str) -> None:
+    """A bound on the GPU is read there: never by the host, at each replay anew, with the bits that its number gives."""
+    bound = torch.tensor(1.0, dtype=dtype, device="cuda")
+    params = make_params("cuda", F32, (40, 3), (7,)) + make_params("cuda", BF16, (10_001,))
+    fresh = twins(params)
+    fusedops.clip_grad_norm_(params, bound)  # loads kernels
+    with no_sync():
+        fusedops.clip_grad_norm_(params, bound)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = fusedops.clip_grad_norm_(params, bound)
+    for value in (0.5, 1e6, 0.1, 0.0):
+        bound.fill_(value)
+        for p, q in zip(params, fresh, strict=True):
+            p.grad.copy_(q.grad)
+        graph.replay()
+        copies = twins(fresh)
+        expected = fusedops.clip_grad_norm_(copies, value)
+        assert_same([norm, *(p.grad for p in params)], [expected, *(q.grad for q in copies)])
 
 
 # ---------------------------------------------------------------- streams and devices

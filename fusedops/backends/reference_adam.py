@@ -191,9 +191,14 @@ def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
             g.mul_(coef.reshape(()))
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return ``min(1, max_norm / (norm + 1e-6))`` (0-dim): what brings gradients of that norm down to ``max_norm``."""
-    return (max_norm / (norm.reshape(()) + 1e-6)).clamp(max=1.0)
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))`` (0-dim): what brings gradients of that norm down to ``max_norm``.
+
+    A tensor ``max_norm`` (1 element of ``norm``'s dtype, on its device) gives the bits that its number gives: the
+    product is how torch divides a number by a tensor.
+    """
+    limit = max_norm.reshape(()) if isinstance(max_norm, Tensor) else max_norm
+    return ((norm.reshape(()) + 1e-6).reciprocal() * limit).clamp(max=1.0)
 
 
 def _check_gradient(number: int, p: Tensor, grad: Tensor) -> None:

@@ -24,7 +24,7 @@ _SERVED = frozenset(PARAMETER_DTYPES)
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
+    max_norm: float | Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -33,9 +33,11 @@ def clip_grad_norm_(
 
     Args:
         parameters: a tensor or tensors whose ``grad`` is clipped: dense, fp16 | bf16 | fp32 | fp64, on any devices.
-        max_norm: the most the norm of all gradients together may be, a number from 0 to inf.
-        norm_type: 2 in fused passes; any other as torch computes it.
-        error_if_nonfinite: raise where the norm is inf or NaN. Waits for the device; nothing else here does.
+        max_norm: the most the norm of all gradients together may be, a number from 0 to inf. A 1-element tensor on a
+            device stays there, so a CUDA graph's replays follow it, and its value is not checked: below 0 it turns
+            gradients around, NaN makes them NaN.
+        norm_type: 2 in fused passes; any other as torch computes it, which reads a ``max_norm`` on a device back.
+        error_if_nonfinite: raise where the norm is inf or NaN. Waits for the device; nothing else in a fused pass does.
         foreach: accepted for torch's sake; used where torch computes.
 
     Returns:
@@ -48,8 +50,7 @@ def clip_grad_norm_(
 
     *Numerics*: fp32 partial sums, finished in fp64, deterministic. torch rounds norms of 16-bit gradients to 16 bits.
     """
-    limit = max_norm.item() if isinstance(max_norm, Tensor) and max_norm.numel() == 1 else max_norm
-    limit = number("clip_grad_norm_", "max_norm", limit, "a number ≥ 0", 0.0, math.inf)
+    limit = _limit(max_norm)
     if isinstance(parameters, Tensor):
         params = [parameters]
     else:
@@ -64,7 +65,7 @@ def clip_grad_norm_(
     if odd or by_torch:
         _check_gradients(params)
     if by_torch or (odd and not all(map(is_plain, grads))):
-        return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error_if_nonfinite, foreach)
+        return torch.nn.utils.clip_grad_norm_(params, float(limit), norm_type, error_if_nonfinite, foreach)
     for g in grads:
         if not g.is_contiguous() and torch._debug_has_internal_overlap(g) == 1:  # 1: yes, by a stride of 0
             raise ValueError(
@@ -87,10 +88,22 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
             "clipped. To scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
+    if isinstance(limit, Tensor):
+        limit = on_device(limit, norm.device).to(norm.dtype)
     coef = clip_coefficient(norm, limit)
     for device, gs in by_device.items():
         chosen[device].grad_scale_(gs, on_device(coef, device))
     return norm
+
+
+def _limit(max_norm: float | Tensor) -> float | Tensor:
+    """Return a bound as a checked number, or the one real element on a device that it is; that is not read back."""
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        if max_norm.is_cpu:
+            max_norm = max_norm.item()
+        elif max_norm.dtype is not torch.bool and not max_norm.is_complex():
+            return max_norm
+    return number("clip_grad_norm_", "max_norm", max_norm, "a number ≥ 0", 0.0, math.inf)
 
 
 def _check_gradients(params: Iterable[Tensor]) -> None:
