@@ -284,13 +284,11 @@ def test_a_kernel_that_does_not_compile_changes_nothing(name, backend, device, m
             patch.setattr(adam, "compile_ahead", refuse)
             with pytest.raises(RuntimeError, match="injected"):
                 optimizer.step()
-        if optimizer.state[p]["step"]:
-            assert_unchanged(optimizer, before)
+        assert_unchanged(optimizer, before)
 
     (p,) = optimizer.param_groups[0]["params"]
     refused()
-    assert float(optimizer.state[p]["step"]) == 0
-    assert torch.equal(p.detach(), torch.ones_like(p))
+    assert not optimizer.state
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 1
     optimizer.found_inf = torch.zeros(1, device=device)  # compiles the prologue anew
@@ -298,6 +296,62 @@ def test_a_kernel_that_does_not_compile_changes_nothing(name, backend, device, m
         refused()
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 2
+
+
+def _spoil(optimizer: optim.AdamW, how: str) -> None:
+    """Make the next step raise, by what the last parameter, the last group or a scaler has."""
+    last = optimizer.param_groups[-1]["params"][-1]
+    scaling = {
+        "grad_scale of two": ("grad_scale", torch.ones(2, device=last.device)),
+        "grad_scale in fp64": ("grad_scale", torch.ones(1, dtype=torch.float64, device=last.device)),
+        "grad_scale a number": ("grad_scale", 2.0),
+        "found_inf of two": ("found_inf", torch.zeros(2, device=last.device)),
+        "found_inf in int32": ("found_inf", torch.zeros(1, dtype=torch.int32, device=last.device)),
+    }
+    if how in scaling:
+        setattr(optimizer, *scaling[how])
+    elif how == "lr":
+        optimizer.param_groups[-1]["lr"] = math.inf
+    elif how == "max_grad_norm":
+        optimizer.max_grad_norm = -1.0
+    else:
+        give(last, BAD[how][0].to(last.device))
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize(
+    "how",
+    ["grad_scale of two", "grad_scale in fp64", "grad_scale a number", "found_inf of two", "found_inf in int32", "lr",
+     "max_grad_norm", "sparse", "shape", "integer"],
+)  # fmt: skip
+def test_a_step_that_raises_leaves_the_state_dict(how, first, backend, device, need_backend):
+    """State that the step would have made, or mended, is not there after it."""
+    need_backend(backend)
+    narrow, wide, late = ones(4, device=device, dtype=torch.bfloat16), ones(3, device=device), ones(4, 4, device=device)
+    groups = [{"params": [narrow], "master_weights": True}, {"params": [wide, late]}]
+    optimizer = build(optim.AdamW, groups, backend, max_grad_norm=1.0)
+    if not first:
+        late.grad = None
+        optimizer.step()
+        optimizer.param_groups[0].update(master_weights=False, kahan_sum=True)
+        late.grad = torch.ones_like(late)
+    lr = optimizer.param_groups[-1]["lr"]
+    before, state, norm = snapshot(optimizer), copy.deepcopy(optimizer.state_dict()["state"]), optimizer.grad_norm
+    _spoil(optimizer, how)
+    with pytest.raises(ValueError, match=r"^AdamW: .*expected .*, got "):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    assert optimizer.grad_norm is norm
+    for name in {"grad_scale", "found_inf"} & set(vars(optimizer)):
+        delattr(optimizer, name)
+    optimizer.param_groups[-1]["lr"], optimizer.max_grad_norm = lr, 1.0
+    late.grad = None
+    give(late, torch.ones_like(late))
+    optimizer.step()  # and it is none the worse for it
+    assert [float(optimizer.state[p]["step"]) for p in (narrow, wide, late)] == [2 - first, 2 - first, 1]
+    assert list(optimizer.state[narrow]) == ["step", "exp_avg", "exp_avg_sq", "master" if first else "compensation"]
 
 
 def test_a_plan_that_can_not_be_made_leaves_no_state(monkeypatch):

@@ -280,22 +280,23 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _take_step(self) -> None:
         self._check_options()
-        buckets = self._buckets
+        buckets, made = self._buckets, None
         if buckets is None or not self._plans_hold():
-            buckets = self._prepare()
+            buckets, made = self._make_plans()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
-        self.grad_norm = norm = limit = None
+        measured = norm = limit = None
         arguments = self.arguments()
         self._warn_captured_rates(buckets, arguments[0])
+        checks.check_scaling(type(self).__name__, grad_scale, found_inf)
         if not all(backends.checks_arguments(bucket.backend) for bucket in buckets):
             checks.check_gradients(type(self).__name__, self._parameters())
         try:
             if self.max_grad_norm is not None or self._fill_found_inf:
-                self.grad_norm = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
-            if self.max_grad_norm is not None and self.grad_norm is not None:
-                norm, limit = self.grad_norm, float(self.max_grad_norm)
+                measured = self._measure(buckets, grad_scale, found_inf if self._fill_found_inf else None)
+            if self.max_grad_norm is not None and measured is not None:
+                norm, limit = measured, float(self.max_grad_norm)
             for bucket in buckets:
                 device = bucket.device
                 here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
@@ -306,6 +307,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if isinstance(error, ValueError):  # a backend knows the argument's name, not the optimizer's
                 raise ValueError(f"{owner}: {error}") from error
             raise
+        if made is not None:
+            self._keep(buckets, made)
+        self.grad_norm = measured
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
@@ -362,14 +366,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             for g in self.param_groups
         ]
 
-    def _prepare(self) -> list[Bucket]:
-        """Make missing state, mend state that others replaced, and build one plan a device."""
+    def _make_plans(self) -> tuple[list[Bucket], dict[Tensor, dict[str, Any]]]:
+        """Return one bucket a device, with its plan, and what becomes of each parameter's state.
+
+        Missing state is made and state that others replaced is mended, beside what there is: the step may still fail.
+        """
         owner = type(self).__name__
         params = self._parameters()
         checks.check_gradients(owner, params)
         checks.check_overlaps(owner, params)
-        waiting = []
-        made: dict[Tensor, dict[str, Any]] = {}  # what becomes of each state, once nothing can fail any more
+        made: dict[Tensor, dict[str, Any]] = {}
         buckets: dict[Any, Bucket] = {}
         number = -1
         for i, group in enumerate(self.param_groups):
@@ -379,7 +385,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 number += 1
                 state = dict(self.state.get(p, {}))
                 if not state and p.grad is None:
-                    waiting.append(p)
                     continue
                 made[p] = state
                 states.complete(state, p, group, moments)
@@ -394,23 +399,27 @@ class FusedOptimizer(torch.optim.Optimizer):
                 bucket.plan = self.make_plan(bucket)
             except ValueError as error:
                 raise ValueError(f"{owner}: {error}") from error
+        return [*buckets.values()], made
+
+    def _keep(self, buckets: list[Bucket], made: dict[Tensor, dict[str, Any]]) -> None:
+        """Make plans and their state the optimizer's own, once nothing can fail any more."""
         for p, state in made.items():
             live = self.state.setdefault(p, {})
             live.clear()
             live.update(state)
-        for bucket in buckets.values():
+        for bucket in buckets:
             bucket.states = [self.state[p] for p in bucket.params]
-        planned = [state for bucket in buckets.values() for state in bucket.states]
+        planned = [state for bucket in buckets for state in bucket.states]
+        params = self._parameters()
         self._seen = _Seen(
             params=params,
             states=[*self.state.values()],
             planned=planned,
             values=[value for state in planned for value in state.values()],
             structure=self._structure(),
-            waiting=waiting,
+            waiting=[p for p in params if p not in made],
         )
-        self._buckets = [*buckets.values()]
-        return self._buckets
+        self._buckets = buckets
 
     def _choose_backend(self, bucket: Bucket, plain: bool) -> ModuleType:
         if CONFIG.disabled or not plain:

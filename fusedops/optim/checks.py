@@ -190,6 +190,15 @@ def check_gradient(owner: str, i: int, grad: Tensor) -> None:
         raise ValueError(f"{owner}: gradient of parameter {i}: expected a dtype of {expected}, got {grad.dtype}")
 
 
+def check_scaling(owner: str, grad_scale: Any, found_inf: Any) -> None:
+    """Raise ValueError unless what a gradient scaler set on the optimizer is None or one fp32 element."""
+    for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if value is None or (isinstance(value, Tensor) and value.dtype is torch.float32 and value.numel() == 1):
+            continue
+        got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{owner}: {name}: expected a one-element tensor of torch.float32, got {got}")
+
+
 def check_overlaps(owner: str, params: Iterable[Tensor]) -> None:
     """Raise ValueError where two parameters, or two elements of one, share memory: an update would meet another.
 
