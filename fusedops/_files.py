@@ -7,6 +7,7 @@ bounded size, and taken for hostile: a file that is not what it should be raises
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -29,6 +30,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network fi
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a file's content by a text; see ``write_bytes``."""
+    write_bytes(path, text.encode())
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """Replace a PNG by what a matplotlib figure shows; see ``write_bytes``."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    write_bytes(path, image.getvalue())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file's content as a whole; on a failure the old content stays and nothing is left over.
 
     The file keeps its permissions; a new one has what the umask leaves. A symbolic link is replaced, not followed:
@@ -41,8 +54,8 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     created = 0o666 if mode is None else mode  # at no time open to more people than the old file
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, created), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, created), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if mode is not None and _mode_of(temporary) != mode:  # the umask took some of it

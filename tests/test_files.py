@@ -335,6 +335,33 @@ def test_foreign_results_are_refused_by_line(tmp_path, key, value):
         report.read_jsonl(file)
 
 
+def _draw(what: str, folder: Path) -> Path:
+    """Draw a picture as the commands do; return its file."""
+    if what == "speeds":
+        return report.draw([RECORD], folder)[0]
+    from fusedops.train import plots
+
+    result = {"validation_loss": 1.0, "ms": {**dict.fromkeys(plots.PHASES, 1.0), "step": 3.0}}
+    if what == "loss":
+        plots.plot_loss({"fused": [{"step": 0, "loss": 1.0}]}, {"fused": result}, "title", folder / "loss.png")
+    else:
+        plots.plot_steps({"fused": result}, "title", folder / "steps.png")
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.mark.parametrize("what", ["speeds", "loss", "steps"])
+def test_a_picture_on_a_full_disk_leaves_the_one_there_was(tmp_path, what):
+    pytest.importorskip("matplotlib", reason="the cli extra is not installed")
+    file = _draw(what, tmp_path)
+    before = file.read_bytes()
+    assert before.startswith(b"\x89PNG")
+    assert before.endswith(b"IEND\xaeB`\x82")
+    assert on_a_full_disk(lambda: _draw(what, tmp_path), len(before) // 2) == 1
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize("stamp", [None, [], "x", {}, {"torch": 5, "archs": "90", "cuda": None}, {"torch": ["2"]}])
 def test_a_foreign_stamp_breaks_nothing(monkeypatch, stamp):
     module = ModuleType("fusedops._build_info")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._files import append_records, read_records
+from .._files import append_records, read_records, write_figure
 from .records import Record
 
 # Ours stand out; the colours are those that people with colour blindness tell apart (Okabe and Ito).
@@ -189,7 +189,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         labels = [f"fusedops {name}" if _is_ours(some, name) else name for name in names]
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 9), frameon=False, fontsize=9)
         paths.append(folder / f"{op}.png")
-        figure.savefig(paths[-1], dpi=150)
+        write_figure(paths[-1], figure)
         pyplot.close(figure)
     return paths
 

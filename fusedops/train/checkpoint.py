@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .._files import new_folder, read_json, remove
+from .._files import new_folder, read_json, remove, write_text
 
 FORMAT = "fusedops-train-checkpoint"
 VERSION = 1
@@ -79,7 +79,7 @@ def save(
             "scaler": scaler.state_dict(),
             "tensors_sha256": _sha256(temporary / TENSORS),
         }
-        (temporary / META).write_text(json.dumps(meta, indent=1))
+        write_text(temporary / META, json.dumps(meta, indent=1))
     remove_all(folder, but=target)
     return target
 

@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from .._files import write_figure
 from .loop import PHASES, Record
 
 LABELS = {"plain": "plain PyTorch", "fused": "fusedops"}
@@ -44,7 +45,7 @@ def plot_loss(records: dict[str, list[Record]], results: dict[str, dict[str, Any
         below.set_ylabel("fusedops − plain")
         _tidy(below)
     axes[-1, 0].set_xlabel("step")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
     plt.close(figure)
 
 
@@ -69,7 +70,7 @@ def plot_steps(results: dict[str, dict[str, Any]], title: str, path: Path) -> No
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
     _tidy(axes)
     axes.grid(False, axis="y")
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
     plt.close(figure)
 
 
