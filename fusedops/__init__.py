@@ -5,7 +5,7 @@
     optimizer = fusedops.optim.AdamW(model.parameters(), max_grad_norm=1.0)
 
 ``fusedops.report()`` says what runs here, ``fusedops.explain("layer_norm", x, 768, weight, bias)`` what a call runs on
-and why. Importing changes nothing in torch.
+and why. Importing replaces nothing in torch.
 """
 
 from . import amp, backends, nn, optim

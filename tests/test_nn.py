@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -19,6 +22,38 @@ PAIRS = pytest.mark.parametrize(
     ("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)], ids=["LayerNorm", "RMSNorm"]
 )
 Module = type[torch.nn.Module]
+
+
+IMPORTING = """
+import sys
+from types import FunctionType
+import torch, torch.distributed.tensor, torch.fx
+import torch._dynamo  # which replaces torch.manual_seed
+
+def everything():
+    spaces = {name: vars(module) for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"}
+    spaces |= {f"{name}.{key}": vars(value) for name, space in spaces.items() for key, value in space.items()
+               if isinstance(value, type)}
+    kinds = type, FunctionType
+    return {(name, key): value for name, space in spaces.items() for key, value in space.items()
+            if isinstance(value, kinds)}
+
+before, wrapped = everything(), len(torch.fx._symbolic_trace._wrapped_fns_to_patch)
+import fusedops
+after = everything()
+replaced = [key for key, value in before.items() if after.get(key) is not value]
+assert len(before) > 1000 and not replaced, replaced
+added = [name for _, name in torch.fx._symbolic_trace._wrapped_fns_to_patch][wrapped:]
+assert added == ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"], added
+"""
+
+
+def test_importing_replaces_nothing_in_torch() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @PAIRS
