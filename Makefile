@@ -28,6 +28,9 @@ HAS_GPU = nvidia-smi -L >/dev/null 2>&1
 CPU_TORCH := torch==2.13.0
 CPU_TRITON := triton==3.7.1
 CPU_INDEX := https://download.pytorch.org/whl/cpu
+# The extra `lint`, without the package that it is an extra of: that would be compiled. Python 3.10 has no tomllib.
+LINT_TOOLS = $(PY) -c 'from setuptools.config.pyprojecttoml import load_file; \
+	print(*load_file("pyproject.toml")["project"]["optional-dependencies"]["lint"])'
 
 .PHONY: build train test lint format clean
 
@@ -77,6 +80,6 @@ $(BUILT): $(VENV)/torch $(SOURCES)
 	@$(PY) -m fusedops.cli report
 	@rm -f $(VENV)/built-* && touch $@
 
-$(VENV)/lint: $(VENV)/torch
-	@$(INSTALL) ruff mypy clang-format
+$(VENV)/lint: $(VENV)/torch pyproject.toml
+	@$(INSTALL) $$($(LINT_TOOLS))
 	@touch $@

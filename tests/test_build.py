@@ -1,7 +1,10 @@
 """What setup.py decides, and what the build stamp refuses."""
 
+import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +213,16 @@ def test_another_python_does_not_fit():
 )
 def test_which_gpus_a_build_covers(archs, capability, covered):
     assert _build.covers(archs, capability) == covered
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_lint_takes_the_pins_of_the_extra():
+    asked = ["make", "-s", "--eval", "tools: ; @$(LINT_TOOLS)", "tools", f"PY={sys.executable}"]
+    alone = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # not below `make test`
+    tools = subprocess.run(asked, cwd=ROOT, env=alone, check=True, capture_output=True, text=True).stdout.split()
+    assert [tool.partition("==")[0] for tool in tools] == ["ruff", "mypy", "clang-format"]
+    assert all(re.fullmatch(r"[a-z-]+==[0-9.]+", tool) for tool in tools)
+    assert f"lint = {json.dumps(tools)}\n" in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_hash_sees_names_and_contents(tmp_path):
