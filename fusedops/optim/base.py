@@ -75,7 +75,7 @@ class _Seen:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers: one launch updates all groups and dtypes of a device.
+    """Base of the optimizers of Adam's family: one launch updates all groups and dtypes of a device.
 
     A subclass names itself to dispatch (``op``), its per-element state (``moments``), builds a backend's plan
     (``make_plan``) and lists the per-group numbers of a step (``arguments``).
