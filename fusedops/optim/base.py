@@ -2,8 +2,8 @@
 
 A *plan* is a backend's step for the tensors of one device. It is kept across steps and made anew when parameters, state
 objects or the groups' structure change; what may change between steps (gradients, learning rates, decays) is passed to
-``plan.prepare`` each time, which checks and allocates. Only when all plans are prepared does ``plan.launch`` write: a
-step that raises has changed nothing, on any device. Nothing here waits for a device.
+``plan.prepare`` each time, which checks and allocates. Only when all plans are prepared is new state kept and does
+``plan.launch`` write: a step that raises has changed nothing, on any device. Nothing here waits for a device.
 """
 
 from __future__ import annotations
