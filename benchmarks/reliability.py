@@ -46,8 +46,8 @@ def render(runs: Sequence[Record], cells: dict[str, Record]) -> str:
 
 
 def _head(runs: Sequence[Record], cells: dict[str, Record]) -> list[str]:
-    def every(key: str) -> str:
-        return ", ".join(dict.fromkeys(str(run[key]) for run in runs if run.get(key) is not None))
+    def every(key: str, length: int | None = None) -> str:
+        return ", ".join(dict.fromkeys(str(run[key])[:length] for run in runs if run.get(key) is not None))
 
     total = sum(cell["forward"] for cell in cells.values())
     share = {key: 100 * sum(cell[key] for cell in cells.values()) / max(total, 1) for key in ("irregular", "large")}
@@ -59,7 +59,7 @@ def _head(runs: Sequence[Record], cells: dict[str, Record]) -> list[str]:
     lacking = f" **Fewer cases than meant: {', '.join(short)}.**" if short else ""
     return [
         f"**{total:,} cases in {len(cells)} cells on {place}**: torch {every('torch')}, Triton {every('triton')}, "
-        f"commit {every('commit')}, {every('date')[:10]}, seed {every('seed')}. "
+        f"commit {every('commit', 12)}, {every('date', 10)}, seed {every('seed')}. "
         f"{share['irregular']:.0f} % not contiguous or not at a multiple of 16 bytes, "
         f"{share['large']:.1f} % of at least 16 MiB; {failed} failed.{unfinished}{lacking}"
     ]
