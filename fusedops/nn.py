@@ -1,7 +1,7 @@
 """Modules: subclasses of PyTorch's own, with the same constructors and state dicts.
 
 What PyTorch's have not (``out_dtype``, ``weight_offset``) has its default in the class too, so that ``fusedops.patch``
-can turn an existing instance into one of these.
+can turn an existing instance into one of these. TorchScript finds what only the class has among ``__constants__``.
 ``torch.jit.script`` compiles plain PyTorch with the same numbers (TorchScript knows neither our dispatch nor autocast).
 """
 
@@ -28,6 +28,7 @@ class LayerNorm(torch.nn.LayerNorm):
         out_dtype: dtype of the result; None: the input's, under autocast the autocast dtype.
     """
 
+    __constants__ = [*torch.nn.LayerNorm.__constants__, "out_dtype"]  # noqa: RUF012  # torch's is a list
     out_dtype: torch.dtype | None = None
 
     def __init__(self, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
@@ -58,6 +59,7 @@ class RMSNorm(torch.nn.RMSNorm):
         out_dtype: dtype of the result; None: the input's, under autocast the autocast dtype.
     """
 
+    __constants__ = [*torch.nn.RMSNorm.__constants__, "weight_offset", "out_dtype"]  # noqa: RUF012  # torch's is a list
     weight_offset: float = 0.0
     out_dtype: torch.dtype | None = None
 

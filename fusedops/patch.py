@@ -77,17 +77,18 @@ def patch(
         `model` itself. `patched(model)` says what was replaced, what was left, and why.
 
     Raises:
-        ValueError: `ops` names an unknown op, or `skip` is a single string.
+        ValueError: `model` is no module, `ops` no list of ops, `skip` no list of names, or `filter_fn` no function.
 
     *Autocast*: a swapped norm returns the autocast dtype, where torch's returns fp32 (`fusedops.amp.set_norm_output`
     changes that). Where the norm's output is the residual stream that difference is not harmless: the norms of torch's
     own post-norm layers (`nn.TransformerEncoderLayer(norm_first=False)`, its decoder likewise) are left; those of other
     post-norm models (BERT's) can't be told from others, and are yours to skip.
     """
+    _check_model(model)
     chosen = set(SWAPS) if ops is None else _checked_ops(ops)
-    if isinstance(skip, str):
-        raise ValueError(f"skip: expected a list of module names, got the string {skip!r}")
-    skip = tuple(skip)
+    skip = _names("skip", "module names", skip)
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn: expected a function or None, got {filter_fn!r}")
     swaps = {original: (op, ours) for op, (original, ours) in SWAPS.items()}
     post_norm = _post_norm_modules(model)
 
@@ -117,6 +118,7 @@ def patch(
 
 def patched(model: nn.Module) -> PatchReport:
     """What `patch` did to `model`: printable, with `replaced` and `left` as dicts by module name."""
+    _check_model(model)
     report = PatchReport()
     for name, module in model.named_modules():
         mark = module.__dict__.get(_MARK)
@@ -131,6 +133,7 @@ def patched(model: nn.Module) -> PatchReport:
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Give every module that `patch` swapped its class back, and forget the rest; returns `model`."""
+    _check_model(model)
     for module in model.modules():
         mark = module.__dict__.pop(_MARK, None)
         if mark is not None and mark.original is not None:
@@ -150,10 +153,20 @@ def _class_before(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.M
     return rebuilt
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a module, got {model!r}")
+
+
+def _names(argument: str, what: str, given: Any) -> tuple[str, ...]:
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{argument}: expected a list of {what}, got {given!r}")
+    return names
+
+
 def _checked_ops(ops: Iterable[str]) -> set[str]:
-    if isinstance(ops, str):
-        raise ValueError(f"ops: expected a list of op names, got the string {ops!r}")
-    chosen = set(ops)
+    chosen = set(_names("ops", "op names", ops))
     unknown = chosen - SWAPS.keys()
     if unknown:
         raise ValueError(f"ops: expected names among {', '.join(SWAPS)}, got {', '.join(sorted(map(repr, unknown)))}")

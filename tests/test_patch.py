@@ -106,8 +106,32 @@ def test_bad_arguments_are_named():
         fusedops.patch(make_model(), ops=["lion"])
     with pytest.raises(ValueError, match="ops: expected a list"):
         fusedops.patch(make_model(), ops="layer_norm")
-    with pytest.raises(ValueError, match="skip: expected a list"):
-        fusedops.patch(make_model(), skip="1")
+    for skip in ("1", [1], ["1", None], 1, None):
+        with pytest.raises(ValueError, match="skip: expected a list of module names, got "):
+            fusedops.patch(make_model(), skip=skip)
+    for ops in ([1], [["rms_norm"]], 1):
+        with pytest.raises(ValueError, match=r"ops: expected .*, got "):
+            fusedops.patch(make_model(), ops=ops)
+    with pytest.raises(ValueError, match="filter_fn: expected a function or None, got True"):
+        fusedops.patch(make_model(), filter_fn=True)
+    for call in (fusedops.patch, fusedops.patched, fusedops.unpatch):
+        for model in (None, nn.LayerNorm, [make_model()]):
+            with pytest.raises(ValueError, match="model: expected a module, got "):
+                call(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_what_is_patched_can_be_scripted(norm):
+    module, x = norm(8), torch.randn(4, 8)
+    nn.init.normal_(module.weight)
+    torch.jit.script(module)  # which leaves an attribute of its own on any module
+    before, want = set(vars(module)), module(x)
+    fusedops.patch(module, verbose=False)
+    torch.testing.assert_close(torch.jit.script(nn.Sequential(module))(x), want)
+    fusedops.unpatch(module)
+    assert (type(module), set(vars(module))) == (norm, before)
+    torch.testing.assert_close(torch.jit.script(module)(x), want)
 
 
 def test_post_norm_layers_and_replaced_forwards_are_left():
