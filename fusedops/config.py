@@ -45,11 +45,13 @@ def parse(environ: Mapping[str, str]) -> Config:
     disable = given.get("FUSEDOPS_DISABLE", "0")
     if disable not in ("0", "1"):
         raise ValueError(f"FUSEDOPS_DISABLE: expected 0 or 1, got {disable!r}")
-    forced = {}
+    forced: dict[str, str] = {}
     for part in filter(None, given.get("FUSEDOPS_BACKEND", "").split(",")):
         op, equals, name = map(str.strip, part.rpartition("="))
         if equals and not op:
             raise ValueError(f"FUSEDOPS_BACKEND: expected the name of an op before '=', got {part.strip()!r}")
+        if (first := forced.get(op or "*")) is not None:
+            raise ValueError(f"FUSEDOPS_BACKEND: expected {op or 'the default'} once, got {first!r} and {name!r}")
         forced[op or "*"] = check_backend(name, "FUSEDOPS_BACKEND")
     logs = frozenset(filter(None, (part.strip() for part in given.get("FUSEDOPS_LOGS", "").split(","))))
     if unknown := logs.difference(_LOGS):

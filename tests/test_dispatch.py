@@ -276,6 +276,7 @@ def test_environment_is_parsed() -> None:
     [
         ("FUSEDOPS_DISABLE", "yes"), ("FUSEDOPS_BACKEND", "cuda"), ("FUSEDOPS_BACKEND", "layer_norm="),
         ("FUSEDOPS_BACKEND", "layer_norm=natve"), ("FUSEDOPS_BACKEND", "=native"), ("FUSEDOPS_LOGS", "everything"),
+        ("FUSEDOPS_BACKEND", "layer_norm=native,layer_norm=reference"), ("FUSEDOPS_BACKEND", "native,triton"),
     ],
 )  # fmt: skip
 def test_bad_environment_is_named(name: str, value: str) -> None:
