@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -207,6 +209,30 @@ def test_a_compiled_training_step(cls, backend):
     assert float(ours.state[model.weight]["step"]) == 5
     for p, q in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+CLIPPED = """
+import torch
+import fusedops
+
+params = [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
+
+@torch.compile(backend="eager")
+def clip(x):
+    for p in params:
+        p.grad = torch.ones(8, 8)
+    return fusedops.clip_grad_norm_(params, 1.0) + x
+
+for x in range(3):
+    torch.testing.assert_close(clip(torch.tensor(float(x))), torch.tensor(128.0).sqrt() + x)
+    torch.testing.assert_close(params[0].grad, torch.ones(8, 8) / 128**0.5)
+"""
+
+
+def test_clipping_in_a_compiled_function_prints_nothing():
+    """Dynamo warns of what it can't trace, of some of it once a process."""
+    done = subprocess.run([sys.executable, "-c", CLIPPED], capture_output=True, text=True, check=True, timeout=240)
+    assert "dynamo" not in done.stderr.lower(), done.stderr
 
 
 def test_dtensor_parameters_take_plain_torch():

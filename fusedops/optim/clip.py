@@ -21,6 +21,7 @@ from .checks import PARAMETER_DTYPES, check_gradient, is_plain, warn
 _SERVED = frozenset(PARAMETER_DTYPES)
 
 
+@torch.compiler.disable  # a break in a compiled graph, as a step is
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
