@@ -14,7 +14,9 @@ from optim_helpers import PLACES, build, ones, twins
 
 from fusedops import UnsupportedError, explain, optim
 from fusedops.backends.reference_adam import ReferenceAdamPlan
-from fusedops.optim.checks import are_plain, check_overlaps
+from fusedops.optim import overlaps
+from fusedops.optim.checks import are_plain
+from fusedops.optim.overlaps import check_overlaps
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list:
@@ -98,6 +100,9 @@ def views_that_meet() -> dict[str, list[torch.Tensor]]:
         "reshaped": [flat, flat.view(2, 5)],
         "other dtype": [flat, flat.view(torch.float16)[7:9]],
         "over itself": [flat[:1].expand(4)],
+        "a window that slides by one": [matrix.as_strided((4, 4), (1, 1))],
+        "a window that slides by part of its length": [matrix.as_strided((3, 4), (2, 1))],
+        "three axes, two of which meet": [block.as_strided((2, 3, 4), (7, 4, 2))],
         "whole and columns": [matrix, matrix[:, 4:]],
         "whole and transposed rows": [matrix.t(), matrix[2:3]],
         "columns": [matrix[:, :5], matrix[:, 4:]],
@@ -123,6 +128,7 @@ def views_that_do_not() -> dict[str, list[torch.Tensor]]:
         "a head of each row": [matrix[:, :2], matrix[:, 2:4], matrix[:, 4:6], matrix[:, 6:]],
         "corners": [matrix[:3, :5], matrix[3:, 4:], matrix[3:, :4], matrix[:3, 5:]],
         "blocks": [block[:2, :, :5], block[2:, :, 4:], block[2:, :, :4]],
+        "no axis clears the others, yet no element meets another": [matrix.as_strided((2, 3), (3, 2))],
         "nothing": [flat[5:5], flat, flat[5:5]],
     }
 
@@ -188,6 +194,56 @@ def test_many_parameters_are_compared_in_little_time():
 
     seconds(10)
     assert seconds(20_000) < 40 * seconds(2_000)
+
+
+def test_a_group_is_compared_with_its_neighbours_only(monkeypatch):
+    """However many there are; else groups that are added one by one would take the square of their number."""
+    compared, whole = [], []
+    shared = overlaps._shared
+    monkeypatch.setattr(overlaps, "_shared", lambda places: compared.append(len(places)) or shared(places))
+    monkeypatch.setattr(overlaps, "check_overlaps", lambda *args: whole.append(args) or check_overlaps(*args))
+    rows = [torch.nn.Parameter(row) for row in torch.zeros(50, 4).unbind()]
+    optimizer = optim.AdamW(rows[:1])
+    for row in rows[:0:-1]:
+        optimizer.add_param_group({"params": [row]})
+    assert len(whole) == 1  # with the first, as nothing was known before
+    assert max(compared) <= 3
+    optimizer.add_param_group({"params": [ones(2)]})
+    with pytest.raises(ValueError, match="parameter 51: expected memory of its own, got memory of parameter"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(rows[7].detach()[2:])]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [rows[7]]})
+    rows[7].data = torch.zeros(4)  # its place is free for another now
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))]})
+    assert len(optimizer.param_groups) == 52
+
+
+def test_a_parameter_that_moves_between_two_groups_is_found_where_it_is():
+    first, second, third = torch.zeros(3, 4).unbind()
+    p = torch.nn.Parameter(first)
+    optimizer = optim.AdamW([p])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(second)]})
+    p.data = third
+    optimizer.add_param_group({"params": [torch.nn.Parameter(first)]})
+    with pytest.raises(ValueError, match="parameter 3: expected memory of its own, got memory of parameter 0"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(third[:2])]})
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_frozen_parameters_may_lie_where_others_do(backend, device, need_backend):
+    """They are not written; one that is to be written after all is refused then."""
+    need_backend(backend)
+    whole = torch.nn.Parameter(torch.zeros(8, 4, device=device), requires_grad=False)
+    part = torch.nn.Parameter(whole.detach()[2:4])
+    part.grad = torch.ones_like(part)
+    optimizer = build(optim.AdamW, [whole, part], backend, lr=1.0, weight_decay=0.0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(whole.detach()[3:], requires_grad=False)]})
+    optimizer.step()
+    torch.testing.assert_close(whole.sum(1), torch.tensor([0.0, 0, -4, -4, 0, 0, 0, 0], device=device))
+    whole.grad = torch.ones_like(whole)
+    with pytest.raises(ValueError, match="parameter 1: expected memory of its own, got memory of parameter 0"):
+        optimizer.step()
+    assert list(optimizer.state) == [part]
 
 
 def test_freed_parameters_are_no_neighbours():

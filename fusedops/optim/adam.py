@@ -22,7 +22,7 @@ class Adam(FusedOptimizer):
     Args:
         params: parameters, ``(name, parameter)`` pairs or group dicts; fp16 | bf16 | fp32 | fp64. They may be views of
             one buffer that lie side by side or interleave; two that share an element are refused, as far as
-            ``checks.check_overlaps`` sees it.
+            ``overlaps.check_overlaps`` sees it; frozen ones without a gradient may lie anywhere.
         lr: learning rate; a 1-element tensor is read on its device, so it may change between replays of a CUDA graph.
         betas: decay of the first and second moment; 1-element tensors are read on their device, as ``lr``.
         eps: added to the denominator.

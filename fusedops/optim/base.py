@@ -22,6 +22,7 @@ from ..config import CONFIG
 from ..dispatch import forced_backend, select
 from . import checks, states
 from .calls import adam_call, describe
+from .overlaps import Places, check_added, check_overlaps
 
 _AS_THEY_ARE = frozenset((float, int, bool, type(None)))  # numbers of a step, flags and seeds
 
@@ -93,6 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _buckets: list[Bucket] | None
     _seen: _Seen
+    _places: Places | None  # between groups that are added, where the parameters lie
     _lock: threading.RLock
     grad_norm: Tensor | None
 
@@ -107,8 +109,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._warned_lost_updates = False
         self._lock = threading.RLock()
         self._complete = False
+        self._places = None
         super().__init__(params, defaults)
-        checks.check_overlaps(owner, self._parameters())  # once, not with each of its groups
+        check_overlaps(owner, self._parameters())  # once, not with each of its groups
         self._reset()
 
     # ---- what a subclass provides ----
@@ -140,6 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         owner = type(self).__name__
+        places, self._places = self._places, None  # who refuses the group must not leave it there
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             params = param_group["params"]
@@ -150,11 +154,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 checks.check_group(owner, filled)
                 if self._complete:
                     added = (p[1] if isinstance(p, tuple) else p for p in param_group["params"])
-                    checks.check_overlaps(owner, (*self._parameters(), *added))
+                    places = check_added(owner, self._parameters(), added, places)
                 if self.backend is not None and param_group["params"]:
                     select(describe(self.op, [filled]), self.backend)  # an explicit choice is refused here, not in step
         super().add_param_group(param_group)
-        self._buckets = None
+        self._buckets, self._places = None, places
         if not self._warned_lost_updates:
             self._warned_lost_updates = checks.warn_lost_updates(owner, self.param_groups[-1])
 
@@ -267,6 +271,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._complete = True  # of groups that its maker gave
         self._buckets = None
+        self._places = None
         self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
         self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
         self.grad_norm = None
@@ -374,7 +379,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owner = type(self).__name__
         params = self._parameters()
         checks.check_gradients(owner, params)
-        checks.check_overlaps(owner, params)
+        check_overlaps(owner, params)
         made: dict[Tensor, dict[str, Any]] = {}
         buckets: dict[Any, Bucket] = {}
         number = -1
@@ -419,7 +424,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             structure=self._structure(),
             waiting=[p for p in params if p not in made],
         )
-        self._buckets = buckets
+        self._buckets, self._places = buckets, None  # the plans' parameters may leave the groups, and be freed
 
     def _choose_backend(self, bucket: Bucket, plain: bool) -> ModuleType:
         if CONFIG.disabled or not plain:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..dispatch import Call
 from . import checks
+from .overlaps import check_overlaps
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -59,7 +60,12 @@ def describe_optimizer(op: str, owner: str, arguments: Mapping[str, Any]) -> Cal
         raise TypeError(f"{op}: params: expected tensors or dicts in a list or the like, got a tensor")
     params = list(arguments["params"])
     groups = [_listed(item) for item in params] if params and isinstance(params[0], dict) else [{"params": params}]
-    checks.check_arguments(owner, {**arguments, "params": groups})
+    checks.check_max_grad_norm(owner, arguments["max_grad_norm"])
+    options = {**arguments, "decoupled_weight_decay": True}  # its class says which, and either is sound
+    for group in groups:
+        checks.check_no_group_option(owner, group)
+        checks.check_group(owner, {**options, **group})
+    check_overlaps(owner, (p[1] if isinstance(p, tuple) else p for group in groups for p in group["params"]))
     return describe(op, **{**arguments, "params": groups})
 
 

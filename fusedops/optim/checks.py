@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._options import LARGEST, check_flag, number
-from ..backends.memory import memory_layout
 from ..errors import UnsupportedError
 from ..ops._common import check_dense
 
@@ -30,8 +28,6 @@ _flags_of = itemgetter(*_FLAGS)
 _NUMBERS, _BOOLS = frozenset((float, int)), frozenset((bool,))
 _SEEDS = 2**64
 _SAMPLES = 1 << 16
-_Place = tuple[int, int, Tensor, bool]  # a parameter's first byte, its number, itself, and whether it has no gaps
-_ADDRESSED = ("cpu", "cuda")  # elsewhere a pointer need not be a place in memory
 # Where a warning's reader has nothing to mend.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
@@ -49,16 +45,6 @@ def check_group(owner: str, group: Mapping[str, Any]) -> None:
     """
     check_options(owner, group)
     _check_parameters(owner, group["params"])
-
-
-def check_arguments(owner: str, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of an optimizer that is not made, all of them spelt out; ``params`` is a list of groups."""
-    check_max_grad_norm(owner, arguments["max_grad_norm"])
-    options = {**arguments, "decoupled_weight_decay": True}  # its class says which, and either is sound
-    for group in arguments["params"]:
-        check_no_group_option(owner, group)
-        check_group(owner, {**options, **group})
-    check_overlaps(owner, (p[1] if isinstance(p, tuple) else p for g in arguments["params"] for p in g["params"]))
 
 
 def are_plain(group: Mapping[str, Any]) -> bool:
@@ -153,8 +139,7 @@ def _check_parameters(owner: str, params: Iterable[Any]) -> None:
         if id(p) in seen:
             raise ValueError(f"{owner}: params: parameter {i} of shape {tuple(p.shape)} is in the group twice")
         seen.add(id(p))
-        frozen = isinstance(p, torch.nn.Parameter) and not p.requires_grad  # these may be quantised
-        if frozen:
+        if is_frozen(p):  # these may be quantised
             continue
         where = f"{owner}: params: parameter {i}"
         if p.layout is not torch.strided:
@@ -197,68 +182,6 @@ def check_scaling(owner: str, grad_scale: Any, found_inf: Any) -> None:
             continue
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{owner}: {name}: expected a one-element tensor of torch.float32, got {got}")
-
-
-def check_overlaps(owner: str, params: Iterable[Tensor]) -> None:
-    """Raise ValueError where two parameters, or two elements of one, share memory: an update would meet another.
-
-    Views side by side in one buffer share nothing, nor do those with gaps that interleave, as columns of one matrix do.
-    In the order of their starts each parameter is compared with the next: one without gaps by where it ends, two of the
-    same strides element by element. Of other pairs with gaps nothing is certain, and nothing is said.
-    """
-    by_device: dict[torch.device, list[_Place]] = {}
-    for i, p in enumerate(params):
-        if not is_plain(p) or p.layout is not torch.strided or not p.numel():
-            continue
-        device = p.device
-        if device.type not in _ADDRESSED:
-            continue
-        begin, dense = p.data_ptr(), p.is_contiguous()
-        if not dense:
-            if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
-                raise ValueError(
-                    f"{owner}: params: parameter {i}: expected memory for every element, got strides {p.stride()}"
-                )
-            dense = memory_layout(p) == p.stride()
-        by_device.setdefault(device, []).append((begin, i, p, dense))
-    for places in by_device.values():
-        if _shared(places) and (pair := _shared([place for place in places if place[2].untyped_storage().nbytes()])):
-            raise ValueError(
-                f"{owner}: params: parameter {pair[1]}: expected memory of its own, got memory of parameter {pair[0]}"
-            )
-
-
-def _shared(places: list[_Place]) -> tuple[int, int] | None:
-    """Return the numbers of two parameters that share memory, if any do; of one that is listed twice torch tells."""
-    places.sort(key=itemgetter(0, 1))
-    for (begin, first, p, dense), (start, second, q, _) in pairwise(places):
-        if p is not q and (start < begin + p.numel() * p.element_size() if dense else _interlock(p, q)):
-            return first, second
-    return None
-
-
-def _interlock(p: Tensor, q: Tensor) -> bool:
-    """Tell whether tensors share an element for certain, as two slices of a matrix that have a column in common.
-
-    Such an element has an index in each, and the strides times what these differ by are the distance of the starts.
-    """
-    distance, rest = divmod(q.data_ptr() - p.data_ptr(), p.element_size())
-    if not distance:
-        return True
-    if rest or p.element_size() != q.element_size() or p.stride() != q.stride():
-        return False
-    steps = sorted((step for step in zip(p.stride(), p.shape, q.shape, strict=True) if step[0]), reverse=True)
-
-    def reaches(distance: int, axis: int) -> bool:
-        if axis == len(steps):
-            return distance == 0
-        stride, mine, others = steps[axis]
-        ahead = sum(s * (size - 1) for s, size, _ in steps[axis + 1 :])
-        behind = sum(s * (size - 1) for s, _, size in steps[axis + 1 :])
-        fewest, most = max(1 - others, -((ahead - distance) // stride)), min(mine - 1, (distance + behind) // stride)
-        return any(reaches(distance - stride * k, axis + 1) for k in range(fewest, most + 1))
-
-    return reaches(distance, 0)
 
 
 def lost_updates(params: Iterable[Tensor], lr: float) -> float:
@@ -312,3 +235,8 @@ def is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter) or (
         isinstance(t, torch.nn.Parameter) and type(t.data) is Tensor and not is_lazy(t)
     )
+
+
+def is_frozen(p: Tensor) -> bool:
+    """Tell whether ``p`` is a parameter that gets no gradient from autograd."""
+    return isinstance(p, torch.nn.Parameter) and not p.requires_grad
