@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .optim.base import FusedOptimizer
+from .optim.base import FusedOptimizer, on_device
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,8 +29,14 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: called twice since ``update``, or with a closure.
         """
-        if not (self._enabled and isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling):
+        if not (self._enabled and isinstance(optimizer, FusedOptimizer)):
             return super().step(optimizer, *args, **kwargs)
+        if not optimizer._step_supports_amp_scaling:
+            returned = super().step(optimizer, *args, **kwargs)
+            found = [*self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
+            # The optimizer never hears of a step that is not taken.
+            optimizer._last_found_inf = torch.stack([on_device(t, found[0].device) for t in found]).sum()
+            return returned
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         # After unscale_ the gradients are checked and unscaled; without any gradient torch says what is missing.

@@ -377,6 +377,33 @@ def test_masters_keep_small_updates(backend, device, need_backend):
     assert truncates(backend, device) or torch.equal(p, optimizer.state[p]["master"].bfloat16())
 
 
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("how", ["fill_", "data", "load_state_dict"])
+@pytest.mark.parametrize("drop", [False, True])
+def test_weights_written_between_steps_count_once_the_master_is_dropped(drop, how, backend, device, need_backend):
+    """Till then the master is the weight: telling from a parameter whether others wrote it costs every step."""
+    need_backend(backend)
+    model = torch.nn.ParameterDict({"weight": ones(64, device=device, dtype=torch.bfloat16)})
+    p = model["weight"]
+    optimizer = build(optim.AdamW, [p], backend, lr=0.5, weight_decay=0.0, master_weights=True)
+    optimizer.step()
+    written = torch.full_like(p, 3.0)
+    if how == "fill_":
+        with torch.no_grad():
+            p.fill_(3.0)
+    elif how == "data":
+        p.data = written
+    else:
+        model.load_state_dict({"weight": written})
+    if drop:
+        for state in optimizer.state.values():
+            state.pop("master", None)
+    optimizer.step()
+    expected = torch.full_like(p, 2.5 if drop else 0.0)
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(optimizer.state[p]["master"], expected.float(), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_warning_where_updates_are_lost(device):
     weights = [torch.nn.Parameter(torch.randn(100, 100, device=device).bfloat16()) for _ in "ab"]

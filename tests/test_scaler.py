@@ -237,6 +237,32 @@ def test_fused_false_leaves_it_to_the_scaler(make_scaler):
     assert float(optimizer.state[params[0]]["step"]) == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_fused_false_tells_of_a_step_that_is_skipped(unscale, device):
+    params = weights(device, 4, 5)
+    scaler, optimizer = fusedops.amp.GradScaler(device, init_scale=256.0), optim.AdamW(params, fused=False)
+    for bad in (True, False, True):
+        optimizer.zero_grad()
+        backward(scaler, params, [1.0, INF if bad else 1.0])
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.step_was_skipped.shape == ()
+        assert bool(optimizer.step_was_skipped) is bad
+    assert float(optimizer.state[params[0]]["step"]) == 1
+    optimizer.step()
+    assert not bool(optimizer.step_was_skipped)
+
+
+def test_before_any_step_none_was_skipped_under_any_default_device():
+    with torch.device("meta"):
+        skipped = optim.AdamW(weights("cpu", 4)).step_was_skipped
+    assert skipped.device.type == "cpu"
+    assert skipped.item() is False
+
+
 def test_gradients_are_not_written():
     params = weights("cpu", 4, 5)
     scaler, optimizer = fusedops.amp.GradScaler("cpu", init_scale=256.0), optim.AdamW(params, max_grad_norm=0.1)

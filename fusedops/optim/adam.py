@@ -33,7 +33,10 @@ class Adam(FusedOptimizer):
         capturable: accepted; every step may be captured in a CUDA graph.
         differentiable: must be False.
         fused: False turns the gradient scaler's fused protocol off, as in torch; else changes nothing.
-        master_weights: keep fp32 weights behind 16-bit parameters (4 bytes a parameter), which are their rounding.
+        master_weights: keep fp32 weights behind 16-bit parameters (4 bytes a parameter), which are their rounding. From
+            a parameter's first step on the master is the weight: what others write into the parameter (a model's
+            ``load_state_dict``, ``p.fill_()``, ``p.data``) is overwritten by the next step, unless that finds no master
+            and makes it anew: ``for state in optimizer.state.values(): state.pop("master", None)`` after the writing.
         bf16_stochastic_round: round bf16 parameters at random, up or down with the probabilities that keep the mean;
             their moments are rounded to nearest as ever, and so are fp16 and wider parameters.
         kahan_sum: keep what rounding a 16-bit parameter lost in a ``compensation`` of its dtype (2 bytes a parameter),

@@ -259,9 +259,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> Tensor:
-        """Whether the last step changed nothing because a gradient held an inf or NaN: 0-dim bool, on the device."""
+        """Whether the last step changed nothing because a gradient held an inf or NaN: 0-dim bool.
+
+        On the device where a scaler looked, on the CPU before any step and after one without a scaler. With
+        ``fused=False`` ``torch.amp.GradScaler`` does not call the step that it skips, so that it isn't seen here;
+        ``fusedops.amp.GradScaler`` tells.
+        """
         found = self._last_found_inf
-        return torch.zeros((), dtype=torch.bool) if found is None else found.reshape(()) != 0
+        return torch.zeros((), dtype=torch.bool, device="cpu") if found is None else found.reshape(()) != 0
 
     # ---- the step ----
 
