@@ -5,9 +5,10 @@ behind an earlier one. An element passes if |out - truth| ≤ 1 ulp + 4·u·√l
 what fp32 arithmetic may lose on the way (``OptimSpec.condition``). N is 2, or the number of all elements when their
 norm is used.
 
-For fp64 parameters u is 2^-53 and the truth was rounded as often as what it judges: such a case shows that ours and
-torch's step differ by no more than the bound allows one of them, not how far either is from the formula. That ours
-keeps the bound against the formula in 50 digits, 1 − β^t taken from torch, is shown by ``tests/test_optim_digits.py``.
+For fp64 parameters u is 2^-53, and twice that is allowed, since the truth was rounded as often as what it judges (plain
+PyTorch, which unscales gradients first, came to 1.03 times the single bound). Such a case shows how far our step is
+from torch's, not how far either is from the formula. That ours keeps the single bound against the formula in 50 digits,
+1 − β^t taken from torch, is shown by ``tests/test_optim_digits.py``.
 
 Parameters that step alike (group, dtypes, number of steps) are judged as one flat tensor, and all that is found is
 read back together: on a GPU each read is a wait.
@@ -250,7 +251,7 @@ def _judge_alike(
     zero = torch.zeros_like(truth["weight"])
     began = {key: old[key].double() if key in old else zero for key in truth if key != "step"}
     condition = OPTIMS[optimizer.op].condition(alike.group, {**began, "grad": old["grad"]}, truth, computed)
-    unit = 2.0**-53 if alike.dtype is torch.float64 else 2.0**-24
+    unit = 2 * 2.0**-53 if alike.dtype is torch.float64 else 2.0**-24
     slack = 4 * unit * math.sqrt(math.log2(terms))
     for key in truth.keys() - {"step"}:
         name = ("master" if "master" in new else "param") if key == "weight" else key

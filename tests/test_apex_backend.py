@@ -93,6 +93,9 @@ def test_extension_of_another_torch_is_a_reason_not_a_traceback(install, tmp_pat
         (layer_norm_call(torch.float64), "it takes torch.bfloat16"),
         (layer_norm_call(F32, rows=2**31 - 1), "elements"),
         (layer_norm_call(F32, hidden=2**14 + 1), "at most 16384 fits"),
+        (layer_norm_call(F32, rows=2**17 + 1), None),
+        (layer_norm_call(F32, F32, F32, F32, rows=2**17), None),
+        (layer_norm_call(F32, F32, F32, F32, rows=2**17 + 1), "one after another"),
         (layer_norm_call(F32, compiling=True), "torch.compile"),
     ],
 )

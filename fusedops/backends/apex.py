@@ -4,7 +4,8 @@ Apex is known by its extensions, never by the name ``apex``, which on PyPI belon
 at the first call that asks for them: ``fused_layer_norm_cuda`` serves the norms, ``fast_layer_norm`` LayerNorm at its
 own list of widths. What Apex gets wrong is refused: its Adam (1 - beta2 in fp32), 16-bit weights (x̂, scaling and
 shift are each rounded to 16 bits: up to 1,200 times the bound near zero, measured on an H200), 16-bit input with fp32
-weights (its dispatch has no such case), rows wider than 16,384 (sums lose digits: 2.6 times the bound at 65,535), 2³¹
+weights (its dispatch has no such case), rows wider than 16,384 (sums lose digits: 2.6 times the bound at 65,535), more
+than 2¹⁷ rows with parameters (dbias adds up many of them one after another: 26 times the bound at 545,239), 2³¹
 elements or more (32-bit offsets), tracing. The memory-efficient variant is not used (it loses the gradient of weights
 near zero). Its launches follow the current device, so the tensor's is made current.
 
@@ -42,6 +43,7 @@ FAST_WIDTHS = frozenset({
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NARROW = (torch.float16, torch.bfloat16)
 _MAX_ELEMENTS = 2**31 - 1
+_MAX_ROWS = 2**17
 
 
 def _installed(name: str) -> bool:
@@ -100,6 +102,8 @@ def _refuse_norm(call: Call) -> str | None:
         return "it takes one dtype throughout"
     if "weight" in dtypes and dtypes["weight"] in _NARROW:
         return f"with {dtypes['weight']} weights it rounds three times where one rounding is promised"
+    if "weight" in dtypes and (call.rows or 0) > _MAX_ROWS:
+        return f"with parameters it is right up to {_MAX_ROWS} rows, whose gradients it adds up one after another"
     return None
 
 
