@@ -708,3 +708,38 @@ def test_a_backward_through_overwritten_weights_is_refused(backend, device, need
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+WRONG_STATE = {
+    "exp_avg": [
+        (torch.ones(()), r"shape \(4, 3\), got \(\) on"),
+        (torch.ones(3), r"shape \(4, 3\), got \(3,\) on"),
+        (torch.ones(3, 4), r"shape \(4, 3\), got \(3, 4\) on"),
+        (torch.ones(4, 3, device="meta"), r"shape \(4, 3\), got \(4, 3\) on meta"),
+        (torch.ones(4, 3, dtype=torch.int64), "dense floating point, got torch.int64"),
+        (0.0, "a tensor, got float"),
+    ],
+    "exp_avg_sq": [(torch.ones(4, 3).to_sparse(), "dense floating point, got .*sparse")],
+    "master": [(torch.ones(1), r"shape \(4, 3\), got \(1,\) on")],
+    "step": [(torch.ones(2), r"one number, got .*\(2,\)"), (-1.0, "a number of steps"), (None, "a number of steps")],
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("key", WRONG_STATE)
+def test_state_that_can_not_be_right_is_refused_before_a_step(key, backend, device, need_backend):
+    """Nothing is spread over a parameter's elements, and nothing is written."""
+    need_backend(backend)
+    p = ones(4, 3, device=device, dtype=torch.bfloat16)
+    optimizer = build(optim.AdamW, [ones(2, device=device), p], backend, master_weights=True)
+    optimizer.step()
+    good = optimizer.state[p][key]
+    for bad, words in WRONG_STATE[key]:
+        optimizer.state[p][key] = bad.to(device) if isinstance(bad, torch.Tensor) and not bad.is_meta else bad
+        weights = [q.detach().clone() for q in optimizer.param_groups[0]["params"]]
+        with pytest.raises(ValueError, match=rf"^AdamW: state of parameter 1: {key}: expected {words}"):
+            optimizer.step()
+        assert all(map(torch.equal, weights, optimizer.param_groups[0]["params"]))
+    optimizer.state[p][key] = good
+    optimizer.step()
+    assert [float(state["step"]) for state in optimizer.state.values()] == [2.0, 2.0]

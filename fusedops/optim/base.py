@@ -397,7 +397,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if not state and p.grad is None:
                     continue
                 made[p] = state
-                states.complete(state, p, group, moments)
+                states.complete(f"{owner}: state of parameter {number}", state, p, group, moments)
                 bucket = buckets.setdefault((p.device, checks.is_plain(p)), Bucket(p.device))
                 bucket.params.append(p)
                 bucket.group.append(i)

@@ -65,13 +65,14 @@ def _expect(where: str, words: str, kind: type | tuple[type, ...], found: Any) -
         raise ValueError(f"{where}: expected {words}, got {type(found).__name__}")
 
 
-def check_values(where: str, values: Mapping[str, Any], moments: Sequence[str]) -> None:
+def check_values(where: str, values: Mapping[str, Any], moments: Sequence[str], p: Tensor | None = None) -> None:
     """Check one parameter's saved state: nothing at all, or a count of steps and dense floating-point tensors.
 
     Args:
         where: whose state it is, for the message.
         values: the state by its keys.
         moments: keys of the per-element tensors that have to be there.
+        p: the parameter, if it is there; per-element tensors have its shape.
 
     Raises:
         ValueError: naming the key, what was expected there and what came.
@@ -79,18 +80,27 @@ def check_values(where: str, values: Mapping[str, Any], moments: Sequence[str]) 
     if values and (missing := [key for key in ("step", *moments) if key not in values]):
         raise ValueError(f"{where}: expected {', '.join(('step', *moments))}, but {', '.join(missing)} is missing")
     for key in filter(values.__contains__, ELEMENTWISE):
-        value = values[key]
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
-        if not value.is_floating_point() or value.layout is not torch.strided:
-            raise ValueError(f"{where}: {key}: expected dense floating point, got {value.dtype}, {value.layout}")
+        check_elements(where, key, values[key], p)
     if "step" in values:
-        _check_count(where, values["step"])
+        check_count(where, values["step"])
 
 
-def _check_count(where: str, step: Any) -> None:
+def check_elements(where: str, key: str, value: Any, p: Tensor | None) -> None:
+    """Raise ValueError unless one value of a state is dense floating point, of the shape of ``p`` if that is there."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{where}: {key}: expected a tensor, got {type(value).__name__}")
+    if not value.is_floating_point() or value.layout is not torch.strided:
+        raise ValueError(f"{where}: {key}: expected dense floating point, got {value.dtype}, {value.layout}")
+    if p is not None and (value.shape != p.shape or (value.is_meta and not p.is_meta)):
+        raise ValueError(f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)} on {value.device}")
+
+
+def check_count(where: str, step: Any, wait: bool = True) -> None:
+    """Raise ValueError unless ``step`` is a number of steps, read from another device only with ``wait``."""
     if isinstance(step, Tensor):
         if step.numel() != 1 or step.is_complex() or step.is_meta or step.layout is not torch.strided:
             raise ValueError(f"{where}: step: expected one number, got {step.dtype} of shape {tuple(step.shape)}")
+        if not wait and not step.is_cpu:
+            return
         step = step.item()
     number(where, "step", step, "a number of steps", 0.0, _MOST_STEPS)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks import KEEPERS, STATE_DTYPES, check_group
-from .saved import ELEMENTWISE, check_mapping, check_structure, check_values
+from .saved import ELEMENTWISE, check_count, check_elements, check_mapping, check_structure, check_values
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -34,17 +34,27 @@ OURS: dict[str, Any] = {
 }
 
 
-def complete(state: MutableMapping[str, Any], p: Tensor, group: Mapping[str, Any], moments: Sequence[str]) -> None:
+def complete(
+    where: str, state: MutableMapping[str, Any], p: Tensor, group: Mapping[str, Any], moments: Sequence[str]
+) -> None:
     """Add what is missing from a parameter's state and mend what a plan could not take; sound tensors stay themselves.
 
     Args:
+        where: whose state it is, for the message.
         state: state of the parameter, perhaps empty.
         p: the parameter.
         group: its group.
         moments: keys of the per-element tensors, which start at zero in the group's ``state_dtype``.
+
+    Raises:
+        ValueError: a value that others put there and that can't be mended, as one of another shape.
     """
+    for key in ELEMENTWISE:
+        if state.get(key) is not None:
+            check_elements(where, key, state[key], p)
     step = state.get("step", 0.0)
     if not _is_counter(step, p.device):
+        check_count(where, step, wait=False)
         state["step"] = _counter(step, p.device)
     for key in moments:
         value = state.get(key)
@@ -152,17 +162,13 @@ def _copy(
     where: str, values: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], moments: Sequence[str]
 ) -> dict[str, Any]:
     """Return a copy of one parameter's saved state on the parameter's device, laid out like it, in its saved dtypes."""
-    check_values(where, values, moments)
+    check_values(where, values, moments, p)
     copied = {}
     for key, value in values.items():
         if key == "step":
             copied[key] = _counter(value, p.device)
         elif key not in ELEMENTWISE:
             copied[key] = deepcopy(value)
-        elif value.shape != p.shape or (value.is_meta and not p.is_meta):
-            raise ValueError(
-                f"{where}: {key}: expected shape {tuple(p.shape)}, got {tuple(value.shape)} on {value.device}"
-            )
         else:
             companion = {"master": torch.float32, "compensation": p.dtype}.get(key)
             copied[key] = _laid_out(value, p, companion or _loaded_dtype(value, p, group))
