@@ -30,8 +30,7 @@ def number(owner: str, name: str, value: Any, expected: str, least: float, most:
     """
     if type(value) is float and least <= value <= most:
         return value
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()  # traced code, to which they are arrays, has a number from here on
+    value = plain(value)
     shown = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else None
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
@@ -42,6 +41,13 @@ def number(owner: str, name: str, value: Any, expected: str, least: float, most:
             if least <= found <= most:
                 return found
     raise ValueError(f"{owner}: {name}: expected {expected}, got {repr(value) if shown is None else shown}")
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of NumPy's as Python's own, everything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # traced code, to which they are arrays, has a number from here on
+    return value
 
 
 def epsilon(owner: str, value: Any) -> float:
@@ -56,7 +62,9 @@ def probability(owner: str, name: str, value: Any) -> float:
     return number(owner, name, value, "a probability from 0 to 1", 0.0, 1.0)
 
 
-def check_flag(owner: str, name: str, value: Any) -> None:
-    """Raise ValueError unless a flag is True or False."""
-    if not isinstance(value, bool):
+def flag(owner: str, name: str, value: Any) -> bool:
+    """Return a caller's flag, NumPy's too, as a bool; anything else than True or False raises ValueError."""
+    found = plain(value)
+    if not isinstance(found, bool):
         raise ValueError(f"{owner}: {name}: expected True or False, got {value!r}")
+    return found

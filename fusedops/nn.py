@@ -12,7 +12,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from ._options import check_flag, epsilon, probability
+from ._options import epsilon, flag, probability
 from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .ops._common import check_result_dtype, offset
 
@@ -119,10 +119,9 @@ class AddLayerNorm(LayerNorm):
     ) -> None:
         super().__init__(*args, **kwargs)
         owner = type(self).__name__
-        check_flag(owner, "post_norm", post_norm)
         check_result_dtype(owner, "residual_dtype", residual_dtype)
         self.dropout_p = probability(owner, "dropout_p", dropout_p)
-        self.post_norm, self.residual_dtype = post_norm, residual_dtype
+        self.post_norm, self.residual_dtype = flag(owner, "post_norm", post_norm), residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""
@@ -161,10 +160,9 @@ class AddRMSNorm(RMSNorm):
     ) -> None:
         super().__init__(*args, **kwargs)
         owner = type(self).__name__
-        check_flag(owner, "post_norm", post_norm)
         check_result_dtype(owner, "residual_dtype", residual_dtype)
         self.dropout_p = probability(owner, "dropout_p", dropout_p)
-        self.post_norm, self.residual_dtype = post_norm, residual_dtype
+        self.post_norm, self.residual_dtype = flag(owner, "post_norm", post_norm), residual_dtype
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalise ``residual + dropout(input)``, both (..., *normalized_shape)."""

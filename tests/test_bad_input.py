@@ -187,6 +187,18 @@ def test_bad_option_is_named_when_a_module_is_made(kind: type[torch.nn.Module], 
         kind(HIDDEN, **{name: value})
 
 
+def test_numpys_flags_count_as_pythons() -> None:
+    x, residual, weight = torch.ones(2, HIDDEN), torch.full((2, HIDDEN), 3.0), torch.ones(HIDDEN)
+    for op in (fusedops.add_rms_norm, fusedops.add_layer_norm):
+        for training in (True, False):
+            _, total = op(x, residual, HIDDEN, weight, dropout_p=1.0, training=np.bool_(training))
+            assert torch.equal(total, residual if training else residual + x)
+        for post_norm in (True, False):
+            results = [op(x, residual, HIDDEN, weight, post_norm=kind(post_norm)) for kind in (bool, np.bool_)]
+            assert all(map(torch.equal, *results))
+    assert nn.AddRMSNorm(HIDDEN, post_norm=np.True_).post_norm is True
+
+
 def test_modules_keep_floats() -> None:
     """Whatever number they were given: TorchScript, state and repr know only Python's own."""
     module = nn.AddRMSNorm(HIDDEN, eps=np.float32(0.5), weight_offset=1, dropout_p=np.float64(0.25))

@@ -441,7 +441,10 @@ NONSENSE = {
     "eps": ({"eps": -1.0}, {}, "eps"),
     "weight_decay": ({"weight_decay": "much"}, {}, "weight_decay"),
     "amsgrad": ({"amsgrad": "yes"}, {}, "amsgrad"),
-    "maximize": ({"maximize": None}, {}, "maximize"),
+    "maximize": ({"maximize": "never"}, {}, "maximize"),
+    "imaginary decay": ({"weight_decay": torch.tensor(1j)}, {}, "weight_decay"),
+    "negative decay in a tensor": ({"weight_decay": torch.tensor(-1.0)}, {}, "weight_decay"),
+    "two decays": ({"weight_decay": torch.ones(2)}, {}, "weight_decay"),
     "state_dtype": ({"state_dtype": torch.int8}, {}, "state_dtype"),
     "two keepers": ({"master_weights": True, "kahan_sum": True}, {}, "kahan_sum"),
     "seed": ({"seed": -5}, {}, "seed"),
@@ -658,6 +661,37 @@ def test_numbers_of_any_kind_count_as_floats(backend, device, need_backend):
                 results.append(p.detach())
             assert torch.equal(*results), (name, value)
             assert not (results[0] == 1).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*round.* away")
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+@pytest.mark.parametrize("late", [False, True], ids=["given", "assigned"])
+def test_numpys_flags_and_seeds_count_as_pythons(late, backend, device, need_backend):
+    need_backend(backend)
+    cases = [("amsgrad", np.True_, True), ("amsgrad", np.False_, False), ("maximize", np.True_, True)]
+    cases += [("master_weights", np.True_, True), ("kahan_sum", np.array(True), True), ("seed", np.int64(3), 3)]
+    cases += [("seed", np.uint64(2**64 - 1), 2**64 - 1)]
+    for name, value, meaning in cases:
+        results = []
+        for given in (value, meaning):
+            p = ones(5, device=device, dtype=torch.bfloat16)
+            options = {"lr": 1e-3, "bf16_stochastic_round": name == "seed", name: given}
+            optimizer = build(optim.AdamW, [p], backend, **({"lr": 1e-3} if late else options))
+            if late:
+                optimizer.param_groups[0].update(options)
+            else:
+                assert type(optimizer.param_groups[0][name]) is type(meaning)  # what any file can hold
+                optimizer.add_param_group({"params": [ones(2, device=device)], name: given})
+                assert type(optimizer.param_groups[1][name]) is type(meaning)
+            for _ in range(3):
+                optimizer.step()
+            results.append((p.detach(), sorted(optimizer.state[p])))
+        assert torch.equal(results[0][0], results[1][0]), (name, value)
+        assert results[0][1] == results[1][1]
+    fused = optim.AdamW([ones(2)], fused=np.False_)
+    assert not fused._step_supports_amp_scaling
+    with pytest.raises(ValueError, match=r"seed: expected an int in \[0, 2\*\*64\), got True"):
+        optim.AdamW([ones(2)], seed=np.True_)
 
 
 def test_a_schedule_that_goes_below_zero_is_stopped_there():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
-from optim_helpers import DEVICES, PLACES, build, make_params, new_grads, twins
+from optim_helpers import DEVICES, PLACES, build, make_params, new_grads, ones, twins
 
 from fusedops import optim
 
@@ -163,6 +164,39 @@ def test_old_and_foreign_files():
     momentum.step()
     with pytest.raises(ValueError, match="exp_avg"):
         other.load_state_dict(momentum.state_dict())
+
+
+TORCHS_OPTIONS = [
+    *[("amsgrad", value) for value in (1, 0, None, np.True_, torch.tensor(True))],
+    *[("maximize", value) for value in (1, 1.0, None, np.False_)],
+    ("decoupled_weight_decay", 1),
+    *[("weight_decay", value) for value in (False, 1, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor(1))],
+    *[("eps", value) for value in (True, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64), torch.tensor(1))],
+    *[("lr", value) for value in (True, np.float32(0.5), torch.tensor(1), torch.tensor([1]), torch.tensor(True))],
+    *[("betas", value) for value in ([0.5, 0.75], torch.tensor([0.5, 0.75]), np.array([0.5, 0.75]), (False, 0.5))],
+    ("betas", (torch.tensor(0), 0.5)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), TORCHS_OPTIONS, ids=str)
+def test_what_torch_steps_with_is_taken_over(name, value):
+    """Options that torch's constructor may have been given, or that its run was resumed with."""
+    torchs = torch.optim.AdamW([ones(5)], lr=0.1, amsgrad=name == "amsgrad" and bool(value))
+    torchs.step()
+    saved = torchs.state_dict()
+    saved["param_groups"][0][name] = value
+    torchs.load_state_dict(saved)
+    ours = optim.AdamW(twins(torchs.param_groups[0]["params"]))
+    ours.load_state_dict(saved)
+    converted = optim.AdamW(twins(torchs.param_groups[0]["params"]))
+    converted.load_state_dict(optim.convert_state_dict(saved, to="fusedops"))
+    params = [optimizer.param_groups[0]["params"][0] for optimizer in (torchs, ours, converted)]
+    for grad in torch.randn(3, 5):
+        for p, optimizer in zip(params, (torchs, ours, converted), strict=True):
+            p.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-6)
+    assert torch.equal(params[1], params[2])
 
 
 @pytest.mark.parametrize(("cls", "other"), [(optim.Adam, torch.optim.AdamW), (optim.AdamW, torch.optim.Adam)])

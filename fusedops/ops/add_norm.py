@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import amp, registry
-from .._options import check_flag, epsilon, probability
+from .._options import epsilon, flag, probability
 from ..config import CONFIG
 from ..dispatch import Call
 from ..registry import LAYOUTS, VALUES, Case, OpSpec, Sample
@@ -107,7 +107,7 @@ def add_layer_norm(
     if residual_dtype is not None:
         _check_residual_dtype("add_layer_norm", residual_dtype, input)
     if post_norm is not False:
-        check_flag("add_layer_norm", "post_norm", post_norm)
+        post_norm = flag("add_layer_norm", "post_norm", post_norm)
     choice = choose(
         "add_layer_norm", input, (residual, weight, bias), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
@@ -172,7 +172,7 @@ def add_rms_norm(
     if residual_dtype is not None:
         _check_residual_dtype("add_rms_norm", residual_dtype, input)
     if post_norm is not False:
-        check_flag("add_rms_norm", "post_norm", post_norm)
+        post_norm = flag("add_rms_norm", "post_norm", post_norm)
     choice = choose(
         "add_rms_norm", input, (residual, weight), shape, dtype, backend, (("residual_dtype", residual_dtype),)
     )
@@ -246,8 +246,7 @@ def _dropped(op: str, dropout_p: Any, training: Any) -> float:
     p = probability(op, "dropout_p", dropout_p)
     if training is True:
         return p
-    check_flag(op, "training", training)
-    return 0.0
+    return p if flag(op, "training", training) else 0.0
 
 
 def _check_residual_dtype(op: str, dtype: torch.dtype, input: Tensor) -> None:
@@ -270,7 +269,7 @@ def _describe(
 ) -> Call:  # fmt: skip
     _dropped(op, dropout_p, training)
     _check(op, input, residual, shape, *parameters.values())
-    check_flag(op, "post_norm", post_norm)
+    post_norm = flag(op, "post_norm", post_norm)
     if residual_dtype is not None:
         _check_residual_dtype(op, residual_dtype, input)
     call = describe_norm(op, input, shape, parameters, out_dtype)

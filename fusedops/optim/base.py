@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import _options, backends
 from ..config import CONFIG
 from ..dispatch import forced_backend, select
 from . import checks, states
 from .calls import adam_call, describe
 from .overlaps import Places, check_added, check_overlaps
 
+_PLAIN = frozenset((*checks.FLAGS, *states.RUN_KEYS, "seed"))
 _AS_THEY_ARE = frozenset((float, int, bool, type(None)))  # numbers of a step, flags and seeds
 
 
@@ -103,6 +104,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         owner = type(self).__name__
         checks.check_max_grad_norm(owner, max_grad_norm)
+        defaults = {name: _plain_option(name, value) for name, value in defaults.items()}
         checks.check_group(owner, {**defaults, "params": ()})
         self.max_grad_norm = max_grad_norm
         self.backend = backend
@@ -145,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owner = type(self).__name__
         places, self._places = self._places, None  # who refuses the group must not leave it there
         if isinstance(param_group, dict):
-            param_group = dict(param_group)
+            param_group = {name: _plain_option(name, value) for name, value in param_group.items()}
             params = param_group["params"]
             if not isinstance(params, set):  # torch's own TypeError says why
                 param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -211,7 +213,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Every tensor is copied and keeps its saved dtype; ``state_dtype``, where given, decides instead. So do
         ``master_weights``, ``kahan_sum`` and ``bf16_stochastic_round`` where one was given, else the dict's own count.
-        Masters and compensations are taken from the dict, else made from each other or from the parameters.
+        Masters and compensations are taken from the dict, else made from each other or from the parameters. Flags,
+        decays and rates may be whatever numbers torch steps with, as ``amsgrad=1`` or a ``weight_decay`` in a tensor.
 
         Raises:
             ValueError: groups, shapes or the kind of weight decay differ, or a value makes no sense; nothing has been
@@ -460,12 +463,18 @@ def _to(t: Tensor | None, device: torch.device) -> Tensor | None:
     return None if t is None else on_device(t, device)
 
 
+def _plain_option(name: str, value: Any) -> Any:
+    """Return a group's option, flags and seeds of NumPy's as Python's own: any file can hold these."""
+    return _options.plain(value) if name in _PLAIN else value
+
+
 def _number(value: Any, device: torch.device) -> Any:
     """Return what a plan on ``device`` can read: Python's own numbers, tensors of fp32 or fp64 there or on the CPU."""
     if type(value) in _AS_THEY_ARE:
         return value
     if not isinstance(value, Tensor):
-        return float(value)  # NumPy's scalars and the like, which not all of torch takes
+        value = _options.plain(value)  # NumPy's scalars and the like, which not all of torch takes
+        return value if type(value) in _AS_THEY_ARE else float(value)
     if value.dtype not in (torch.float32, torch.float64):
         value = value.to(torch.float32)
     return value if value.device.type == "cpu" else on_device(value, device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .._options import LARGEST, check_flag, number
+from .._options import LARGEST, flag, number, plain
 from ..errors import UnsupportedError
 from ..ops._common import check_dense
 
@@ -23,8 +23,8 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What keeps the updates that rounding to 16 bits would lose; one of them at most.
 KEEPERS = ("master_weights", "kahan_sum", "bf16_stochastic_round")
-_FLAGS = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay", *KEEPERS)
-_flags_of = itemgetter(*_FLAGS)
+FLAGS = ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay", *KEEPERS)
+_flags_of = itemgetter(*FLAGS)
 _NUMBERS, _BOOLS = frozenset((float, int)), frozenset((bool,))
 _SEEDS = 2**64
 _SAMPLES = 1 << 16
@@ -77,16 +77,16 @@ def are_plain(group: Mapping[str, Any]) -> bool:
 def check_options(owner: str, group: Mapping[str, Any]) -> None:
     """Check the options of one group; see ``check_group``."""
     check_numbers(owner, group)
-    for name in _FLAGS:
-        check_flag(owner, name, group[name])
+    for name in FLAGS:
+        flag(owner, name, group[name])
     if group["differentiable"]:
         raise UnsupportedError(f"{owner}: differentiable=True: a fused step records no graph; torch.optim's does")
     keepers = [name for name in KEEPERS if group[name]]
     if len(keepers) > 1:
         raise ValueError(f"{owner}: {keepers[1]}: expected no second way to keep small updates beside {keepers[0]}")
-    seed = group["seed"]
+    seed = plain(group["seed"])
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _SEEDS:
-        raise ValueError(f"{owner}: seed: expected an int in [0, 2**64), got {seed!r}")
+        raise ValueError(f"{owner}: seed: expected an int in [0, 2**64), got {group['seed']!r}")
     if group["state_dtype"] not in (None, *STATE_DTYPES):
         expected = ", ".join(map(str, STATE_DTYPES))
         raise ValueError(f"{owner}: state_dtype: expected None or one of {expected}, got {group['state_dtype']!r}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .checks import check_numbers, warn
-from .saved import MOMENTS, check_structure, check_values, named_ids
+from .saved import MOMENTS, check_structure, check_values, loaded_options, named_ids
 from .states import OURS
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay")
@@ -71,7 +71,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: str) -> dict[str, Any]
 def _check_group(where: str, group: Mapping[str, Any]) -> None:
     if missing := [name for name in _NUMBERS if name not in group]:
         raise ValueError(f"{where}: expected the options of an Adam, but {', '.join(missing)} is missing")
-    check_numbers(where, group)
+    check_numbers(where, {**group, **loaded_options(group)})
 
 
 def _tell(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._options import number
+from .._options import number, plain
+from .checks import FLAGS
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE = (*MOMENTS, "master", "compensation")
@@ -48,6 +50,49 @@ def check_structure(where: str, saved: Any) -> None:
             check_mapping(f"{where}: state[{key!r}]", values)
         elif isinstance(key, int):  # other keys are notes of the user's own
             raise ValueError(f"{where}: state: expected ids that param_groups name, got {key!r}")
+
+
+def loaded_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a saved group that torch steps with, but ours keep as bool, float or float tensor.
+
+    In a file of torch's a flag may be any number or None, a number a bool, and eps and decay may be tensors, for which
+    this waits. What makes no sense stays as it is, to be refused.
+    """
+    options = {name: _as_flag(group[name]) for name in FLAGS if name in group}
+    options.update({name: _as_float(group[name]) for name in ("eps", "weight_decay") if name in group})
+    if "lr" in group:
+        options["lr"] = _as_rate(group["lr"])
+    betas: Any = group.get("betas")
+    if isinstance(betas, Sequence) or getattr(betas, "shape", None) == (2,):  # an array or a tensor
+        options["betas"] = tuple(map(_as_rate, betas))
+    if "seed" in group:
+        options["seed"] = plain(group["seed"])
+    return options
+
+
+def _as_flag(value: Any) -> Any:
+    value = plain(value.item() if _is_one_number(value) else value)
+    return bool(value) if value is None or isinstance(value, Real) else value
+
+
+def _as_float(value: Any) -> Any:
+    value = plain(value.item() if _is_one_number(value) else value)
+    return float(value) if isinstance(value, bool) else value
+
+
+def _as_rate(value: Any) -> Any:
+    if _is_one_number(value):
+        return value if value.is_floating_point() else value.to(torch.float32)
+    return _as_float(value)
+
+
+def _is_one_number(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == 1
+        and value.layout is torch.strided
+        and not (value.is_complex() or value.is_meta)
+    )
 
 
 def named_ids(saved: Mapping[str, Any]) -> set[int | str]:

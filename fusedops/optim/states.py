@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 
 from .checks import KEEPERS, STATE_DTYPES, check_group
-from .saved import ELEMENTWISE, check_count, check_elements, check_mapping, check_structure, check_values
+from .saved import (
+    ELEMENTWISE,
+    check_count,
+    check_elements,
+    check_mapping,
+    check_structure,
+    check_values,
+    loaded_options,
+)
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
 
 # Options that say how a step runs, not what it computes: a loaded state dict does not set them.
-_RUN_KEYS = ("foreach", "fused", "capturable", "differentiable")
+RUN_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _NARROW = (torch.bfloat16, torch.float16)
 # Group options that torch's optimizers don't know, with what they are where a file is older than they are.
 OURS: dict[str, Any] = {
@@ -137,12 +145,13 @@ def load(optimizer: FusedOptimizer, saved: Mapping[str, Any]) -> None:
 
 def _merge(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved group over ours: what it lacks, and how to run and store, stays as it is here."""
+    saved = {**saved, **loaded_options(saved)}
     decoupled = saved.get("decoupled_weight_decay", group["decoupled_weight_decay"])
     if isinstance(decoupled, bool) and decoupled is not group["decoupled_weight_decay"]:
         kinds = {True: "AdamW (decoupled weight decay)", False: "Adam (L2 weight decay)"}
         raise ValueError(f"{where}: expected state of {kinds[not decoupled]}, got state of {kinds[decoupled]}")
     merged = {**group, **deepcopy({key: value for key, value in saved.items() if key != "params"})}
-    merged.update({key: group[key] for key in _RUN_KEYS})
+    merged.update({key: group[key] for key in RUN_KEYS})
     if any(group[name] for name in KEEPERS):
         merged.update({name: group[name] for name in KEEPERS})
     merged["state_dtype"] = group["state_dtype"] or merged["state_dtype"]
