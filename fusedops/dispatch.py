@@ -149,13 +149,14 @@ class use_backend:
     def __init__(self, name: str | None, ops: Iterable[str] | None = None) -> None:
         if name is not None:
             check_backend(name, "use_backend: name")
-        ops = ("*",) if ops is None else tuple(ops)
-        if unknown := set(ops) - {"*", *known_ops()}:
-            raise ValueError(f"use_backend: ops: expected any of {', '.join(known_ops())}, got {sorted(unknown)}")
+        listed = ops is None or (isinstance(ops, Iterable) and not isinstance(ops, str))
+        names = ("*",) if ops is None else tuple(ops) if listed else ()
+        if not listed or any(op not in ("*", *known_ops()) for op in names):
+            raise ValueError(f"use_backend: ops: expected any of {', '.join(known_ops())}, got {ops!r}")
         self._before = dict(_forced)
-        if "*" in ops:
+        if "*" in names:
             _forced.clear()
-        for op in ops:
+        for op in names:
             _forced.pop(op, None)
             if name is not None:
                 _forced[op] = name
@@ -226,7 +227,7 @@ def select(call: Call, backend: str | None = None) -> Choice:
     """
     from . import backends
 
-    if forced := forced_backend(call.op, backend):
+    if (forced := forced_backend(call.op, backend)) is not None:
         check_backend(forced, f"{call.op}: backend")
         if reasons := refusals(forced, call):
             raise UnsupportedError(f"{call.op}: backend {forced!r} can't serve this call: {'; '.join(reasons)}")

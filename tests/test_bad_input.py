@@ -60,15 +60,15 @@ NAN, INF, HUGE = float("nan"), float("inf"), 10**400  # the last one more than a
 NO_NUMBERS = (NAN, INF, HUGE, True, False, "1", 1j, [1.0], np.bool_(True), np.ones(2), torch.tensor(0.0), torch.ones(2))
 NO_FLAGS = (1, 0, None, "no", torch.tensor(True))
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "normalized_shape": (7, (), (2, ROWS, HIDDEN), -1, 8.0, (8.0,), "8", None, (HIDDEN, 1)),
+    "normalized_shape": (7, (), (2, ROWS, HIDDEN), -1, 8.0, (8.0,), "8", None, (HIDDEN, 1), [[HIDDEN]]),
     "eps": (-1e-5, -1, *NO_NUMBERS),
     "weight_offset": (None, -HUGE, *NO_NUMBERS),
-    "out_dtype": (torch.int32, torch.float64, torch.complex64, "bf16"),
-    "residual_dtype": (torch.int32, torch.float64, "bf16"),
+    "out_dtype": (torch.int32, torch.float64, torch.complex64, "bf16", []),
+    "residual_dtype": (torch.int32, torch.float64, "bf16", []),
     "post_norm": NO_FLAGS,
     "training": NO_FLAGS,
     "dropout_p": (-0.1, 1.1, None, *NO_NUMBERS),
-    "backend": ("cuda", 3),
+    "backend": ("cuda", 3, "", [], ["native"], {}),
 }
 
 

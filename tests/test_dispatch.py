@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -224,9 +225,10 @@ def test_argument_beats_use_backend(fake: Callable[..., None]) -> None:
             fusedops.layer_norm(torch.randn(2, 8), 8)
 
 
-def test_use_backend_refuses_unknown_ops() -> None:
-    with pytest.raises(ValueError, match=r"ops: expected any of layer_norm, rms_norm.*got .*'norm'"):
-        fusedops.use_backend("native", ops=["norm"])
+@pytest.mark.parametrize("ops", [["norm"], "layer_norm", [["layer_norm"]], [None], 3], ids=str)
+def test_use_backend_refuses_unknown_ops(ops: object) -> None:
+    with pytest.raises(ValueError, match=rf"ops: expected any of layer_norm, rms_norm.*got {re.escape(repr(ops))}"):
+        fusedops.use_backend("native", ops=ops)
     assert not dispatch._forced
 
 

@@ -59,7 +59,11 @@ def _unusual_sizes(shape: Any, op: str) -> tuple[int, ...]:
 
 def check_out_dtype(op: str, out_dtype: Any, dtype: torch.dtype, name: str = "out_dtype") -> None:
     """Raise ValueError if a result of ``out_dtype`` can't be made from an input of ``dtype``."""
-    if out_dtype not in FLOATS or (out_dtype is torch.float64) != (dtype is torch.float64):
+    if (
+        not isinstance(out_dtype, torch.dtype)
+        or out_dtype not in FLOATS
+        or (out_dtype is torch.float64) != (dtype is torch.float64)
+    ):
         raise ValueError(
             f"{op}: {name}: expected fp32, fp16 or bf16 (fp64 only if all are), got {out_dtype} with {dtype} input"
         )
@@ -187,7 +191,10 @@ def choose(
         return _plain(op, input.dtype, out_dtype, backend)
     key = (op, backend, out_dtype, options, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
            input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
-    choice = dispatch.cache.get(key)
+    try:
+        choice = dispatch.cache.get(key)
+    except TypeError:  # something that can't be hashed stands for a name, a dtype or a size: it is named below
+        choice = None
     if choice is None:
         choice = dispatch.select(_describe(op, (input, *others), shape, out_dtype, options), backend)
         dispatch.cache[key] = choice
