@@ -119,6 +119,7 @@ def test_a_new_op_is_timed_from_its_record_alone(tmp_path, monkeypatch):
 
 def test_append_and_plot(tmp_path):
     results = tmp_path / "results" / "cpu.jsonl"
+    results.parent.mkdir()
     run = [*NORM, "--op", "rms_norm", "--dtype", "fp32", "--vs", "torch", "--append", str(results), "--commit", "abc"]
     assert main([*run, "--out", str(tmp_path / "a")]) == 0
     assert main([*run, "--out", str(tmp_path / "b")]) == 0
@@ -193,6 +194,25 @@ def test_a_commit_is_found_or_told_but_never_made_up(monkeypatch):
     assert records.facts(CPU)["commit"] is None
     monkeypatch.setenv("FUSEDOPS_COMMIT", "0123")
     assert records.facts(CPU)["commit"] == "0123"
+
+
+@pytest.mark.parametrize("family", ["norm", "adam"])
+@pytest.mark.parametrize("count", ["0", "-1", "1000001", "9" * 5000, "many"])
+def test_repetitions_are_a_number_from_one_on(family, count, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", family, "--repeat", count])
+    assert f"--repeat: expected a number from 1 to 1,000,000, got '{count}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["norm", "adam"])
+@pytest.mark.parametrize("name", ["absent/results.jsonl", "file/results.jsonl", "."])
+def test_results_are_appended_to_a_file_in_a_folder_that_exists(family, name, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", family, "--append", str(tmp_path / name)])
+    message = f"--append: expected a file in a folder that exists, got '{tmp_path / name}'"
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_results_that_cannot_be_written_are_told_in_one_line(tmp_path, capsys):

@@ -16,6 +16,7 @@ from ..config import BACKENDS
 from . import parse_device
 
 _DEFAULT_PEERS = ("torch", "liger", "quack", "flash", "foreach", "apex-adam")
+_MOST_REPEATS = 1_000_000  # on a GPU two events each
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,11 +55,11 @@ def _add_common(
     peer_help = f"any of {', '.join(peer_names)} (default: the installed ones that need no compiling)"
     add("--vs", type=_listed(*peer_names), metavar="PEERS", help=peer_help)
     add("--device", type=parse_device, help="default: the GPU if there is one")
-    add("--repeat", type=int, metavar="N", help="repetitions of each cell (default 100; optimizers 30)")
+    add("--repeat", type=_repeats, metavar="N", help="repetitions of each cell (default 100; optimizers 30)")
     add("--quick", action="store_true", help="few sizes, few repetitions")
     add("--energy", action="store_true", help="also measure energy, over windows of 2 s")
     add("--out", type=Path, help="folder for the results (default runs/<date>)")
-    add("--append", type=Path, metavar="FILE", help="also append the records to a results file")
+    add("--append", type=_results_file, metavar="FILE", help="also append the records to a results file")
     add("--commit", help="commit of the source, where git can't tell (or FUSEDOPS_COMMIT)")
     return parser
 
@@ -95,6 +96,19 @@ def _shape(text: str) -> tuple[int, ...]:
     if len(parts) < 2 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"expected ROWSxHIDDEN, as in 8192x4096, got {text!r}")
     return tuple(map(int, parts))
+
+
+def _repeats(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= _MOST_REPEATS):
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST_REPEATS:,}, got {text!r}")
+    return int(text)
+
+
+def _results_file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path
 
 
 def _model(text: str) -> str:
