@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,38 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_needs_them(plan, mon
     assert log in done[: done.index("save")][-1:], "the log is the last thing flushed before"
 
 
+def test_records_are_on_the_disk_before_the_result_of_their_run(plan, monkeypatch):
+    made, corpus = plan
+    done = []
+    fsync, write_text = os.fsync, session.write_text
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)) or fsync(fd))
+    monkeypatch.setattr(session, "write_text", lambda path, text: done.append(path.name) or write_text(path, text))
+    session.run_variant(made, "plain", corpus)
+    log = (made.out / "metrics.jsonl").stat()
+    assert (log.st_ino, log.st_size) in done[: done.index("result.json")]
+
+
+@pytest.mark.parametrize("kept", [[], [0, 1], [0, 2], [1, 2], [0, 1, 1], [0, 2, 1], [0, 1, 2, 2], None], ids=str)
+def test_a_finished_run_without_all_its_records_is_refused(plan, kept):
+    made, corpus = plan
+    records, result = session.run_variant(made, "plain", corpus)
+    file = made.out / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.unlink()
+    if kept is not None:
+        file.write_text("".join(lines[step] for step in kept))
+    words = (
+        rf"{file}: expected the 3 steps of plain .*, got {len(kept or [])} records, \d of them in .*; "
+        f"to begin the plain run again, delete {made.out / 'plain'}"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        session.run_variant(made, "plain", corpus)
+    shutil.rmtree(made.out / "plain")  # as it says
+    again = session.run_variant(made, "plain", corpus)
+    assert [r["loss"] for r in again[0]] == [r["loss"] for r in records]
+    assert again[1]["validation_loss"] == result["validation_loss"]
+
+
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "plain/result.json"])
 def test_a_damaged_run_is_refused_by_name(plan, name):
     made, corpus = plan
@@ -361,7 +394,7 @@ def test_a_checkpoint_of_more_steps_than_there_are_is_refused(plan):
     session.run_variant(made, "plain", corpus, stop=lambda: next(steps))
     file = checkpoint.latest(made.out / "plain") / "checkpoint.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "step": 10**30}))
-    with pytest.raises(CheckpointError, match=rf"does not hold the {10**30} steps"):
+    with pytest.raises(CheckpointError, match=rf"expected the {10**30} steps of plain .*, got 2 records, 2 of them"):
         session.run_variant(made, "plain", corpus)
 
 

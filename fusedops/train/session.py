@@ -11,7 +11,8 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -122,6 +123,8 @@ def _run_variant(
     records = [record for record in earlier if record["variant"] == variant]
     finished = folder / "result.json"
     if finished.exists():
+        with _told_how_to_begin_again(variant, folder):
+            _check_steps(metrics, variant, records, plan.config.steps)
         return records, _read_result(finished)
 
     device = torch.device(plan.config.device)
@@ -132,13 +135,10 @@ def _run_variant(
     parts = (job.model, job.optimizer, job.scaler)
     identity = {"variant": variant, "data_sha256": plan.data_sha256, **plan.config.to_json()}
     saved = checkpoint.latest(folder)
-    try:
+    with _told_how_to_begin_again(variant, folder):
         start = checkpoint.load(saved, *parts, identity) if saved else 0
         records = [record for record in records if record["step"] < start]
-        if len(records) != start or any(record["step"] != step for step, record in enumerate(records)):
-            raise CheckpointError(f"{metrics}: does not hold the {start} steps of {variant} before the checkpoint")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; to begin the {variant} run again, delete {folder}") from error
+        _check_steps(metrics, variant, records, start)
     for record in records:
         on_record(record)
 
@@ -159,6 +159,7 @@ def _run_variant(
         done = train(
             job, plan.config, corpus, energy, keep, start=start, save=save, save_every=save_every, stop=stop
         )  # fmt: skip
+        os.fsync(lines.fileno())  # nor could a finished run's, without theirs
     if done < plan.config.steps:
         return records, None
     memory = peak_memory(device)
@@ -216,6 +217,24 @@ def _read_records(metrics: Path) -> list[Record]:
                 f"{metrics}:{number}: expected a step's record of `fusedops train`, the file is damaged"
             )
     return list(records.values())
+
+
+def _check_steps(metrics: Path, variant: str, records: list[Record], steps: int) -> None:
+    """Raise CheckpointError unless there is a record of each of so many first steps, in order."""
+    placed = sum(record["step"] == step for step, record in enumerate(records))
+    if not placed == len(records) == steps:
+        raise CheckpointError(
+            f"{metrics}: expected the {steps} steps of {variant} that are done, in order, got {len(records)} records, "
+            f"{placed} of them in their place"
+        )
+
+
+@contextmanager
+def _told_how_to_begin_again(variant: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; to begin the {variant} run again, delete {folder}") from error
 
 
 def _is_step(record: Any) -> bool:
