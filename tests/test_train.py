@@ -20,8 +20,9 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 from fusedops import _files
 from fusedops.cli import main
 from fusedops.train import checkpoint, loop
+from fusedops.train import config as train_config
 from fusedops.train.checkpoint import CheckpointError
-from fusedops.train.config import TrainConfig, default_config
+from fusedops.train.config import AMP_DTYPES, TrainConfig, check_batch, default_config, least_bytes
 from fusedops.train.data import DataError, load_corpus, training_batch, validation_batches
 from fusedops.train.loop import VARIANTS, learning_rate, prepare
 from fusedops.train.meter import Clock, EnergyMeter
@@ -132,16 +133,52 @@ class TestModelAndConfig:
             ("model", "9B"),
             ("amp", "fp8"),
             ("steps", 0),
+            ("steps", 1_000_001),
+            ("steps", "8"),
             ("batch", -1),
+            ("batch", 2.5),
+            ("batch", 2**63),
             ("seq", 257),
+            ("seq", True),
             ("lr", 0.0),
             ("lr", float("nan")),
             ("seed", -1),
+            ("seed", 2**64),
         ],
     )
     def test_bad_values_are_named(self, text, field, value):
         with pytest.raises(ValueError, match=f"{field}: "):
             make_config(text, **{field: value})
+
+    def test_a_batch_that_cannot_be_is_refused(self, text, monkeypatch):
+        config = make_config(text, batch=10)
+        check_batch(config, 10 * 32)
+        with pytest.raises(ValueError, match=r"batch: expected at most 9, the windows of 32 bytes .* holds, got 10"):
+            check_batch(config, 10 * 32 - 1)
+        monkeypatch.setattr(train_config, "_memory", lambda device: 3 * least_bytes(config) + 1)
+        with pytest.raises(ValueError, match="batch: expected at most 3, the sequences that memory holds, got 10"):
+            check_batch(config, 10**9)
+
+    @pytest.mark.parametrize("amp", ["bf16", "off"])
+    def test_memory_is_not_overestimated(self, text, amp):
+        """Autograd keeps more for backward, weights aside, than a batch is said to need at least; but not far more."""
+        config = make_config(text, amp=amp, batch=8)
+        job, kept = prepare(config, "fused"), {}
+        weights = sum(p.nbytes for p in job.model.parameters())
+        tokens = torch.randint(256, (config.batch, config.seq))
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", AMP_DTYPES[amp], enabled=amp != "off"),
+        ):
+            loss = job.forward(tokens, tokens)
+        found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        assert loss.requires_grad
+        assert config.batch * least_bytes(config) < found < 4 * config.batch * least_bytes(config) + weights
 
     def test_learning_rate_warms_up_and_decays(self, text):
         config = make_config(text, steps=100, lr=1.0)
@@ -404,6 +441,7 @@ class TestCommand:
             (["train", "--device", "gpu"], "device: expected"),
             (["train", "--device", "cuda:99"], "CUDA devices, got 'cuda:99'"),
             (["train", "--device", "cpu", "--seq", "9999"], "reads at most 256 tokens"),
+            (["train", "--resume", str(out), "--save-every", "-1"], "save-every: expected at least 0, got -1"),
         ]:
             capsys.readouterr()
             assert main(argv) == 2
@@ -425,6 +463,17 @@ class TestCommand:
         text.write_text(text.read_text() + "more")
         assert main(["train", "--resume", str(out)]) == 2
         assert "has changed since" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("--batch", 10**12), ("--batch", 10**30), ("--steps", 10**12), ("--seq", 10**12), ("--seed", 10**23),
+         ("--lr", "inf"), ("--save-every", -1)],
+    )  # fmt: skip
+    def test_an_option_out_of_range_is_named_before_anything_is_made(self, tmp_path, text, capsys, option, value):
+        out = tmp_path / "out"
+        assert main(["train", *self.SMALL, "--data", str(text), "--out", str(out), option, str(value)]) == 2
+        assert f"fusedops train: {option[2:]}: " in capsys.readouterr().err
+        assert not out.exists()
 
     def test_ctrl_c_leaves_a_run_that_resumes_bitwise(self, tmp_path, text):
         argv = ["train", "--steps", "40", *self.SMALL[2:], "--data", str(text)]

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fusedops._files import write_text
 from fusedops.train import plots
-from fusedops.train.config import AMP_DTYPES, TrainConfig, default_config, resolve_device
+from fusedops.train.config import AMP_DTYPES, TrainConfig, check_batch, default_config, resolve_device
 from fusedops.train.data import Corpus, load_corpus
 from fusedops.train.loop import PHASES, VARIANTS, Record
 from fusedops.train.model import MODELS
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Do both runs, write and print the results; 130 when interrupted, 2 when it cannot run."""
     console = Console(highlight=False, markup=False)
     try:
+        if args.save_every < 0:
+            raise ValueError(f"save-every: expected at least 0, got {args.save_every}")
         plan, corpus = _resumed(args) if args.resume else _new(args)
         return _run(console, plan, corpus, args.save_every)
     except ValueError as error:
@@ -76,6 +78,7 @@ def _new(args: argparse.Namespace) -> tuple[Plan, Corpus]:
     device = resolve_device(args.device)
     config = dataclasses.replace(default_config(device, args.model), **_given(args))
     corpus = load_corpus(config.data, config.seq)
+    check_batch(config, len(corpus.train))
     out = args.out or Path("runs") / time.strftime("%Y-%m-%d_%H%M%S")
     plan = Plan(out, config, (args.only,) if args.only else VARIANTS, corpus.sha256)
     plan.write()
@@ -95,6 +98,7 @@ def _resumed(args: argparse.Namespace) -> tuple[Plan, Corpus]:
     corpus = load_corpus(plan.config.data, plan.config.seq)
     if corpus.sha256 != plan.data_sha256:
         raise ValueError(f"data: {corpus.name} has changed since the run in {plan.out} began")
+    check_batch(plan.config, len(corpus.train))
     return plan, corpus
 
 

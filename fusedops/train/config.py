@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from .model import MODELS
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}
+# Smallest and largest value. Every step has a line in a file that is read back whole; torch's seeds have 64 bits, its
+# sizes 63. How long a sequence may be the model knows, how large a batch `check_batch`.
+RANGES = {"steps": (1, 1_000_000), "batch": (1, 2**63 - 1), "seq": (1, 2**63 - 1), "seed": (0, 2**64 - 1)}
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,15 @@ class TrainConfig:
         for name, choices in (("model", MODELS), ("amp", AMP_DTYPES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("steps", "batch", "seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name}: expected an integer from {least:,} to {most:,}, got {value!r}")
         context = MODELS[self.model].context
         if self.seq > context:
             raise ValueError(f"seq: {self.model} reads at most {context} tokens, got {self.seq}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"lr: expected a positive number, got {self.lr}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
     def to_json(self) -> dict[str, Any]:
         """The fields, as JSON values."""
@@ -85,6 +88,41 @@ def resolve_device(name: str | None) -> torch.device:
     if index >= count:
         raise ValueError(f"device: this torch sees {count} CUDA devices, got {name!r}")
     return torch.device("cuda", index)
+
+
+def check_batch(config: TrainConfig, text_bytes: int) -> None:
+    """Refuse a batch that no step can be made of, before anything is made.
+
+    Args:
+        config: the run.
+        text_bytes: bytes of text to train on.
+
+    Raises:
+        ValueError: the batch has more windows than the text holds side by side, or than can fit the device's memory.
+    """
+    most, which = min(
+        (text_bytes // config.seq, f"windows of {config.seq} bytes that the text holds"),
+        (_memory(torch.device(config.device)) // least_bytes(config), "sequences that memory holds"),
+    )
+    if config.batch > most:
+        raise ValueError(f"batch: expected at most {most:,}, the {which}, got {config.batch:,}")
+
+
+def least_bytes(config: TrainConfig) -> int:
+    """Return what a sequence of a batch needs at the very least: inputs of matmuls and of attention, and fp32 logits.
+
+    Enough to refuse what can't be; what is smaller may still not fit.
+    """
+    model, element = MODELS[config.model], 4 if config.amp == "off" else 2
+    return config.seq * (10 * model.width * model.layers * element + 4 * model.vocab)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):  # Windows does not tell
+        return 2**63
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def default_config(device: torch.device, model: str | None = None) -> TrainConfig:
