@@ -87,9 +87,10 @@ def _companion(key: str, state: Mapping[str, Any], p: Tensor) -> Tensor:
         return value
     if value is None:
         weight = p.detach().float()
-        if "compensation" in state:
-            weight = weight + state["compensation"].to(p.device, torch.float32)
-        weight = state.get("master", weight).to(p.device)
+        lost, master = state.get("compensation"), state.get("master")
+        if lost is not None:
+            weight = weight + lost.to(p.device, torch.float32)
+        weight = weight if master is None else master.to(p.device)
         rest = weight - p.detach().float()
         value = weight if key == "master" else torch.where(rest.isfinite(), rest, 0.0)  # not inf - inf
     return _laid_out(value, p, dtype)
