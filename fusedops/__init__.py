@@ -10,7 +10,7 @@ and why. Importing replaces nothing in torch.
 
 from . import amp, backends, nn, optim
 from .cli.report import report
-from .dispatch import check_forced, explain, use_backend
+from .dispatch import check_forced, explain, load_table, use_backend
 from .errors import FallbackWarning, UnsupportedError
 from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
@@ -39,4 +39,5 @@ __all__ = [
 __version__ = "0.1.0"
 
 check_forced()  # only now are all ops known
+load_table()
 backends.get("native")  # defines torch.ops.fusedops, which exported graphs name

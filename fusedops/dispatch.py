@@ -127,7 +127,7 @@ class Explanation:
 
 # The explicit choice in force: op name or "*" → backend. A plain dict, so that Dynamo can guard on it.
 _forced: dict[str, str] = dict(CONFIG.forced)
-_rows: tuple[Row, ...] = dispatch_table.load(CONFIG.table)
+_rows: tuple[Row, ...] = dispatch_table.SHIPPED
 # What select chose before, by everything the choice depends on; emptied when the explicit choice changes.
 cache: dict[tuple[Any, ...], Choice] = {}
 _warned: set[str] = set()
@@ -186,6 +186,12 @@ def check_forced() -> None:
         raise ValueError(
             f"FUSEDOPS_BACKEND: expected ops among {', '.join(known_ops())}, got {', '.join(sorted(unknown))}"
         )
+
+
+def load_table() -> None:
+    """Put the rows of the environment's table before the shipped ones; they name ops, so all have to be known."""
+    global _rows
+    _rows = dispatch_table.load(CONFIG.table)
 
 
 def forced_backend(op: str, backend: str | None = None) -> str | None:

@@ -1,17 +1,22 @@
 """Which backend should serve a call: rows as literals, each with its evidence.
 
 The first row that matches is taken. Rows of a file (``FUSEDOPS_TABLE``) stand before the shipped ones; a file that
-can't be read as rows is ignored with one warning.
+can't be read as rows, or has one that no call can match, is ignored with one warning. Ops are those that are
+registered when fusedops has been imported, device types those of torch, third parties' among them.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ._files import MIB, read_json
+from .config import BACKENDS
 
 if TYPE_CHECKING:
     from .dispatch import Call
@@ -81,35 +86,85 @@ def load(path: str | None) -> tuple[Row, ...]:
         return SHIPPED
     try:
         return (*_parse(read_json(Path(path), most=MIB), path), *SHIPPED)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=2)
         return SHIPPED
 
 
 def _parse(data: Any, path: str) -> tuple[Row, ...]:
-    """Build rows from ``{"rows": [{…}, …]}``; a field that is unknown or of the wrong kind raises."""
-    from .config import check_backend
+    """Build rows from ``{"rows": [{…}, …]}``.
 
-    names = {item.name for item in fields(Row)} - {"source"}
-    rows = []
-    for number, item in enumerate(data["rows"]):
-        if not isinstance(item, dict) or not names.issuperset(item):
-            raise ValueError(f"row {number}: expected an object with any of {sorted(names)}, got {item!r}")
-        for key in ("ops", "backends", "dtypes"):
-            if not (isinstance(item.get(key, []), list) and all(isinstance(part, str) for part in item.get(key, []))):
-                raise ValueError(f"row {number}: {key} must be a list of names")
-        if not item["backends"]:
-            raise ValueError(f"row {number}: backends must name at least one")
-        for name in item["backends"]:
-            check_backend(name, f"row {number}")
-        if not (isinstance(item["why"], str) and isinstance(item["device"], str | None)):
-            raise ValueError(f"row {number}: why must be text, device a device type or null")
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in item.items()
-        }
-        for key in ("capability", "hidden", "rows"):
-            low, high = values.get(key, _ANY)
-            if not (isinstance(low, int) and isinstance(high, int) and low <= high):
-                raise ValueError(f"row {number}: {key} must be two integers, lowest first")
-        rows.append(Row(**{**values, "source": path}))
-    return tuple(rows)
+    Raises:
+        ValueError: what is no row, and a row that no call can match, with its key, what was expected and what came.
+    """
+    if not (isinstance(data, dict) and data.keys() == {"rows"} and isinstance(data["rows"], list)):
+        raise ValueError(f'rows: expected {{"rows": [...]}} with nothing beside it, got {data!r:.80}')
+    return tuple(_row(item, f"rows[{number}]", path) for number, item in enumerate(data["rows"]))
+
+
+def _row(item: Any, where: str, path: str) -> Row:
+    keys = _keys()
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: expected an object, got {item!r:.80}")
+    for key, value in item.items():
+        if key not in keys:
+            raise ValueError(f"{where}: {key}: expected a key among {', '.join(keys)}, got the value {value!r:.80}")
+        expected, sound = keys[key]
+        if not sound(value):
+            raise ValueError(f"{where}: {key}: expected {expected}, got {value!r:.80}")
+    for key in _REQUIRED:
+        if key not in item:
+            raise ValueError(f"{where}: {key}: expected {keys[key][0]}, got a row without it")
+    if "capability" in item and item["device"] not in ("cuda", None):
+        raise ValueError(f"{where}: capability: expected none but for device 'cuda', got one for {item['device']!r}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+    return Row(**values, source=path)
+
+
+_REQUIRED = tuple(item.name for item in fields(Row) if item.default is MISSING)
+
+
+def _keys() -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    """Return the keys of a row in a file: what each expects, in words and as a test of a value."""
+    from .dispatch import known_ops
+
+    sizes = ("two integers ≥ 0, the lower first", _are_limits)
+    ops = known_ops()
+    return {
+        "ops": (f"a list of ops, of {', '.join(ops)}", lambda value: _are_names(value, ops.__contains__)),
+        "device": ("a device type that torch knows, or null", lambda value: value is None or _is_device(value)),
+        "backends": (
+            f"a list of backends, one at least, of {', '.join(BACKENDS)}",
+            lambda value: _are_names(value, BACKENDS.__contains__) and bool(value),
+        ),
+        "why": ("text", lambda value: isinstance(value, str)),
+        "capability": sizes,
+        "dtypes": ("a list of torch's dtypes, such as float32", lambda value: _are_names(value, _is_dtype)),
+        "hidden": sizes,
+        "rows": sizes,
+    }
+
+
+def _are_names(value: Any, known: Callable[[str], bool]) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and known(name) for name in value)
+
+
+def _are_limits(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and [type(limit) for limit in value] == [int, int]  # a bool is none
+        and 0 <= value[0] <= value[1]
+    )
+
+
+def _is_device(value: Any) -> bool:
+    """Tell a device's type, which may be of a third party's; with an index it is none, and matches no call."""
+    try:
+        return isinstance(value, str) and torch.device(value).type == value
+    except RuntimeError:
+        return False
+
+
+def _is_dtype(name: str) -> bool:
+    """Tell the name that a dtype has itself: calls are not matched by another (``float``)."""
+    return str(getattr(torch, name, None)) == f"torch.{name}"
