@@ -73,10 +73,11 @@ $(VENV)/torch:
 	@$(INSTALL) 'setuptools>=77' wheel ninja pybind11 packaging
 	@touch $@
 
+# editable_mode=compat: a path, where the default is a finder, which a folder of the clone's name comes before.
 $(BUILT): $(VENV)/torch $(SOURCES)
 	@echo "Building fusedops"
 	@if [ $(VENV)/installed -nt pyproject.toml ]; then $(PY) setup.py -q build_ext --inplace; \
-	else $(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]' && touch $(VENV)/installed; fi
+	else $(INSTALL) --no-build-isolation -C editable_mode=compat -e '.[$(EXTRAS)]' && touch $(VENV)/installed; fi
 	@$(PY) -m fusedops.cli report
 	@rm -f $(VENV)/built-* && touch $@
 

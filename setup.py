@@ -64,10 +64,10 @@ def import_torch():
         else:
             raise refuse(
                 "this build sees no torch. One of these helps:\n"
-                "  pip install 'torch>=2.11'                      then install fusedops again\n"
-                "  pip install --no-build-isolation fusedops      with uv, or a torch outside this environment (needs\n"
-                "                                                 setuptools, ninja, pybind11 and packaging)\n"
-                "  FUSEDOPS_NATIVE=0 pip install fusedops         Triton and plain torch only"
+                "  pip install 'torch>=2.11'               then install fusedops again\n"
+                "  pip install --no-build-isolation .      with uv, or a torch outside this environment (needs\n"
+                "                                          setuptools, ninja, pybind11 and packaging)\n"
+                "  FUSEDOPS_NATIVE=0 pip install .         Triton and plain torch only"
             ) from None
     if version(torch.__version__) < MIN_TORCH:
         raise refuse(f"torch {torch.__version__} is too old: pip install -U 'torch>=2.11', then fusedops again.")

@@ -1,4 +1,4 @@
-"""Fused kernels for training transformers with PyTorch: less time, memory and energy a step, the same results.
+"""Fused kernels for training transformers with PyTorch: less time and energy a step, the same results.
 
     import fusedops
     y = fusedops.layer_norm(x, (768,), weight, bias)      # or fusedops.nn.LayerNorm(768)

@@ -72,7 +72,7 @@ def rebuild_command() -> str:
     root = Path(__file__).resolve().parents[1]
     if (root / "setup.py").exists() and (root / "csrc").exists():
         return f"cd {root} && pip install --no-build-isolation --no-deps -e ."
-    return "pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall fusedops"
+    return "pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall <where fusedops came from>"
 
 
 def misfit(stamp: Stamp, torch_version: str, python: str) -> str | None:

@@ -47,7 +47,8 @@ class PatchReport:
     def summary(self) -> str:
         """One line on the counts, and one on what changes under autocast if any module was replaced."""
         count = len(self.replaced)
-        counts = f"fusedops.patch: {count} module{'' if count == 1 else 's'} replaced, {len(self.left)} left"
+        left = f"{len(self.left)} left{' (print fusedops.patched(model) for why)' if self.left else ''}"
+        counts = f"fusedops.patch: {count} module{'' if count == 1 else 's'} replaced, {left}"
         return f"{counts}\n{_AUTOCAST}" if count else counts
 
     def __str__(self) -> str:

@@ -283,6 +283,14 @@ def load_with_stamp(folder, stamp, suffix="so", binary=b""):
     return done.stdout.strip(), done.stderr
 
 
+def test_a_folder_of_the_same_name_does_not_hide_the_package(tmp_path):
+    """As where Python starts beside a clone of this repository."""
+    (tmp_path / "fusedops").mkdir()
+    asked = [sys.executable, "-c", "import fusedops; print(fusedops.__file__)"]
+    said = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert said.stdout.strip().endswith("__init__.py"), said.stderr
+
+
 def test_a_binary_for_another_torch_is_left_alone(tmp_path):
     out, err = load_with_stamp(tmp_path, stamped(torch="2.12.0"))
     assert out.startswith(

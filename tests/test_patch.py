@@ -152,7 +152,7 @@ def test_post_norm_layers_and_replaced_forwards_are_left():
 def test_what_was_done_is_printed_unless_told_not_to(capsys):
     fusedops.patch(make_model())
     counts, autocast = capsys.readouterr().out.splitlines()
-    assert counts == "fusedops.patch: 2 modules replaced, 1 left"
+    assert counts == "fusedops.patch: 2 modules replaced, 1 left (print fusedops.patched(model) for why)"
     assert "post-norm" in autocast
     fusedops.patch(make_model(), verbose=False)
     assert capsys.readouterr().out == ""

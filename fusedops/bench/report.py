@@ -201,7 +201,7 @@ def _is_ours(records: Sequence[Record], name: str) -> bool:
 def _title(op: str, records: Sequence[Record]) -> str:
     """Name what was measured, where and from which source; more than one of these are all named."""
     where = " and ".join(_ordered(str(r["gpu"] or f"CPU, {r['threads']} threads") for r in records))
-    commits = " and ".join(
+    commits = ", ".join(
         _ordered(f"{(r['commit'] or 'unknown')[:12]}{' + changes' if r['dirty'] else ''}" for r in records)
     )
     versions = " and ".join(_ordered(f"torch {r['torch']}" for r in records))

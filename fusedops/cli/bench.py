@@ -193,7 +193,7 @@ def _draw(records: Sequence[Record], folder: Path) -> list[Path]:
     try:
         return report.draw(records, folder)
     except ImportError as error:
-        print(f"no charts: {error}", file=sys.stderr)
+        print(f"no charts: {error}; pip install matplotlib", file=sys.stderr)
         return []
 
 

@@ -18,7 +18,7 @@ from . import fuzz, parse_device
 _HEAD = ("op", "dtypes", "backend", "cells", "output ULP", "torch's", "gradient ULP", "torch's", "of the bound", "")
 _FOOT = (
     "Worst errors of all cells against float64, ours beside plain torch's in the same dtypes, in ULPs of the element\n"
-    "(of 1/16 of what was added up to make it, where terms cancel). Judged is the share of the bound: 100 % is allowed."
+    "(of 1/16 of what was added up to make it, where terms cancel). Judged by their share of the bound: up to 100 %."
 )
 
 

@@ -217,8 +217,9 @@ def _cpu_note(results: dict[str, dict[str, Any]]) -> str:
             "this."
         )
     note = (
-        f"On a CPU this run shows no speed. Its validation losses are {abs(losses[1] - losses[0]):.4f} apart. Two runs "
-        "that differ by rounding alone drift apart as well: benchmarks/loss_agreement.py tells one from the other."
+        "Times on a CPU say nothing about a GPU's. The validation losses are "
+        f"{abs(losses[1] - losses[0]):.4f} apart. Two runs that differ by rounding alone drift apart as well; "
+        "benchmarks/loss_agreement.py, in the source, tells one from the other over several seeds."
     )
     if not MEASURED.exists():
         return note
@@ -229,5 +230,5 @@ def _cpu_note(results: dict[str, dict[str, Any]]) -> str:
         f"{note} Measured on an {measured['environment']['device']} (commit {measured['commit']}, {config['model']}, "
         f"{config['batch']}×{config['seq']} tokens a step, amp {config['amp']}): "
         f"{plain['ms']['step']:.1f} ms a step with plain PyTorch, {fused['ms']['step']:.1f} with fusedops; "
-        f"validation losses {plain['validation_loss']:.4f} and {fused['validation_loss']:.4f}."
+        f"validation losses of one seed {plain['validation_loss']:.4f} and {fused['validation_loss']:.4f}."
     )

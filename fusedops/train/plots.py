@@ -65,7 +65,7 @@ def plot_steps(results: dict[str, dict[str, Any]], title: str, path: Path) -> No
     axes.set_yticks(range(len(results)), [LABELS[variant] for variant in results])
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.15)
-    axes.set_xlabel("milliseconds a step (median)")
+    axes.set_xlabel("milliseconds (medians: of each part, and in bold of whole steps)")
     axes.set_title(title, loc="left", fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
     _tidy(axes)
