@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -26,14 +29,21 @@ def truncates(backend: str, device: str) -> bool:
     return backend == "triton" and device == "cpu"
 
 
-def build(cls: type[optim.Adam], params: object, backend: str, **options: object) -> optim.Adam:
-    """Make an optimizer; skip where a backend that need not serve everything declares that it can't serve it."""
+@contextmanager
+def skipped_if_refused(backend: str) -> Iterator[None]:
+    """Skip the test where a backend that need not serve everything declares that it can't serve this."""
     try:
-        return cls(params, backend=backend, **options)
+        yield
     except UnsupportedError as error:
         if backend in ("native", "reference"):
             raise
         pytest.skip(str(error))
+
+
+def build(cls: type[optim.Adam], params: object, backend: str, **options: object) -> optim.Adam:
+    """Make an optimizer on a backend, or skip the test."""
+    with skipped_if_refused(backend):
+        return cls(params, backend=backend, **options)
 
 
 def ones(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:

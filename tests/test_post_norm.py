@@ -201,7 +201,7 @@ def test_compiled_is_eager(spec: OpSpec, forced: str, compiler: str) -> None:
     eager, compiled = found
     if forced == "native":  # the same kernels with the same seeds
         assert_same(compiled[:2], eager[:2])
-    if (forced, compiler) == ("reference", "inductor") and leaves[0].is_cuda:
+    if (forced, compiler) == ("reference", "inductor"):
         # Sums in another order: y rounded to bf16 between the blocks may be its neighbour, never another mask's.
         for got, want in zip(compiled, eager, strict=True):
             assert got.dtype is want.dtype
