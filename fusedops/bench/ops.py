@@ -35,7 +35,7 @@ _PARITY_ELEMENTS = 1 << 19  # judged element by element in float64 on the CPU; l
 _HOST_ROWS = 4
 # Of the norm of each tensor. Other packages round as they please (some sum gradients in 16 bits); they must compute the
 # same function.
-_PEER_ERROR = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_PEER_ERROR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def run(names: Sequence[str], options: Options) -> Iterator[Record]:
     for name in names:
         for dtypes in options.dtypes:
             for shape in options.shapes:
-                with timing.side_stream(options.device):
-                    yield from _run_shape(OPS[name], dtypes, shape, options)
+                yield from run_case(OPS[name], make_case(OPS[name], dtypes, shape), dtypes, options)
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,21 @@ class _Bench:
     tiny_grad: Any
 
 
-def _run_shape(spec: OpSpec, dtypes: str, shape: tuple[int, ...], options: Options) -> Iterator[Record]:
-    bench = _make(spec, dtypes, shape, options.device)
+def make_case(spec: OpSpec, dtypes: str, shape: tuple[int, ...]) -> Case:
+    """Return what an op is called with: ``shape`` is (rows, …, hidden), ``dtypes`` a key of ``DTYPES``."""
+    input, others = DTYPES[dtypes]
+    normalized = min(1, next(iter(spec.cases("quick"))).normalized)  # 0: an op that takes no normalized_shape
+    return Case(shape, normalized, {name: input if name == "input" else others for name in spec.grads})
+
+
+def run_case(spec: OpSpec, case: Case, dtypes: str, options: Options) -> Iterator[Record]:
+    """Yield a record for each contender and direction of one case, which ``dtypes`` names; see ``run``."""
+    with timing.side_stream(options.device):
+        yield from _run_case(spec, case, dtypes, options)
+
+
+def _run_case(spec: OpSpec, case: Case, dtypes: str, options: Options) -> Iterator[Record]:
+    bench = _make(spec, case, options.device)
     contenders: dict[str, Callable[[], peers.Function]] = {
         name: partial(_ours, spec, name) for name in options.backends
     }
@@ -104,7 +116,7 @@ def _run_shape(spec: OpSpec, dtypes: str, shape: tuple[int, ...], options: Optio
     head = {
         "family": spec.family,
         "op": spec.name,
-        "shape": list(shape),
+        "shape": list(case.shape),
         "dtype": dtypes,
         "dtypes": {name: short(dtype) for name, dtype in bench.case.dtypes.items()},
     }
@@ -128,18 +140,14 @@ def _ours(spec: OpSpec, backend: str) -> peers.Function:
     return partial(spec.function, backend=backend)
 
 
-def _make(spec: OpSpec, dtypes: str, shape: tuple[int, ...], device: torch.device) -> _Bench:
-    input, others = DTYPES[dtypes]
-    hidden = shape[-1]
-    rows = min(shape[0], max(_HOST_ROWS, _PARITY_ELEMENTS // math.prod(shape[1:])))
-    kinds = {name: input if name == "input" else others for name in spec.grads}
-    normalized = min(1, next(iter(spec.cases("quick"))).normalized)  # 0: an op that takes no normalized_shape
-    case = Case((rows, *shape[1:]), normalized, kinds)
-    sample = testing.make_sample(spec, case, str(device))
-    grad = _grad(spec, case, sample)
-    tiny_case = Case((_HOST_ROWS, hidden), normalized, kinds)
+def _make(spec: OpSpec, case: Case, device: torch.device) -> _Bench:
+    rows, *rest = case.shape
+    judged = replace(case, shape=(min(rows, max(_HOST_ROWS, _PARITY_ELEMENTS // math.prod(rest))), *rest))
+    sample = testing.make_sample(spec, judged, str(device))
+    grad = _grad(spec, judged, sample)
+    tiny_case = replace(case, shape=(_HOST_ROWS, rest[-1]))
     tiny = testing.make_sample(spec, tiny_case, str(device))
-    return _Bench(spec, case, *_enlarge(spec, sample, grad, shape[0]), tiny, _grad(spec, tiny_case, tiny))
+    return _Bench(spec, judged, *_enlarge(spec, sample, grad, rows), tiny, _grad(spec, tiny_case, tiny))
 
 
 def _grad(spec: OpSpec, case: Case, sample: Sample) -> Any:
@@ -171,7 +179,8 @@ def _enlarge(spec: OpSpec, sample: Sample, grad: Any, rows: int) -> tuple[Sample
 
 def _truth(bench: _Bench) -> dict[str, Tensor]:
     """Compute everything in float64 on the device, at the full size."""
-    kwargs: dict[str, Any] = {**bench.sample.kwargs, **bench.spec.defaults(bench.sample.kwargs)}
+    given = {**bench.sample.kwargs, **bench.spec.defaults(bench.sample.kwargs)}
+    kwargs: dict[str, Any] = {name: value for name, value in given.items() if not isinstance(value, torch.dtype)}
     for name in bench.sample.grads:
         kwargs[name] = kwargs[name].detach().double().requires_grad_()
     wide = replace(bench.sample, kwargs=kwargs)
@@ -196,6 +205,9 @@ def _contend(
 def _problems(bench: _Bench, function: peers.Function, truth: dict[str, Tensor], backend: str | None) -> dict[str, str]:
     """Return what is wrong, by tensor: at full size by norm, and for our own backends element by element."""
     problems = {}
+    case = bench.case
+    dtypes = (*case.dtypes.values(), case.out_dtype, *case.options.values())
+    most = max(_PEER_ERROR[dtype] for dtype in dtypes if isinstance(dtype, torch.dtype))  # the coarsest dtype's
     results = testing.run(function, bench.sample, lambda _: bench.grad)
     for part, got in results.items():
         want = truth[part]
@@ -203,10 +215,9 @@ def _problems(bench: _Bench, function: peers.Function, truth: dict[str, Tensor],
             problems[part] = f"{part} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
             continue
         error = float((got.double() - want).norm() / want.norm())
-        if not error <= _PEER_ERROR[bench.case.dtypes["input"]]:
+        if not error <= most:
             problems[part] = f"{part} is off by {error:.1e} of its norm"
     if backend is not None and not problems:
-        case = bench.case
         sample = testing.make_sample(bench.spec, case, str(bench.sample.kwargs["input"].device))
         grad = _grad(bench.spec, case, sample)
         results = testing.run(function, sample, lambda _: grad)
