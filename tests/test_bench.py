@@ -48,7 +48,7 @@ def test_norm_times_every_cell_beside_torch(tmp_path, capsys):
     assert {r["dtype"] for r in measured} == {"bf16", "amp", "fp32"}
     shown = capsys.readouterr().out
     assert "n/a: layer_norm bf16 liger" in shown
-    assert shown.splitlines()[-1].startswith(str(tmp_path))
+    assert shown.splitlines()[-1] == str(tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {f"{spec.name}.png" for spec in OPS.values()}
 
 
@@ -59,6 +59,58 @@ def test_adam_times_every_config_beside_torch(tmp_path):
     assert by_cell["bf16-master", "torch"]["status"] == "n/a"
     assert by_cell["fp32", "reference"]["bytes"] == 3 * 40 * 32
     assert all(r.keys() >= TIMES | FACTS | {"wall_us"} for r in found if r["status"] == "ok")
+
+
+def test_all_is_every_family_in_one_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ops, "default_shapes", lambda device, quick: [(64, 32)])
+    monkeypatch.setitem(optimizers.MODELS, "1000x1024", lambda: [(40,)] * 3)
+    run = ["bench", "all", "--device", "cpu", "--repeat", "3", "--backend", "reference", "--commit", "abc"]
+    assert main([*run, "--out", str(tmp_path / "a"), "--append", str(tmp_path / "all.jsonl")]) == 0
+    found = read(tmp_path / "a")
+    assert {(r["op"], r["direction"]) for r in found} == {
+        *((name, direction) for name in OPS for direction in ops.DIRECTIONS), ("adamw", "step"), ("adamw", "clip+step"),
+    }  # fmt: skip
+    assert {r["backend"] for r in found if r["status"] == "ok"} == {"reference", "torch", "foreach"}
+    assert (tmp_path / "all.jsonl").read_text() == (tmp_path / "a" / "bench.jsonl").read_text()
+    assert {path.stem for path in (tmp_path / "a").glob("*.png")} == {*OPS, "adamw"}
+    shown = capsys.readouterr().out
+    titles = [line for line in shown.splitlines() if "median, % of the copy" in line]
+    assert [title.partition(":")[0] for title in titles[-6:]] == [
+        f"adamw {direction}, {dtype}"
+        for direction in ("step", "norm + clip + step")
+        for dtype in ("fp32", "bf16, fp32 state and masters", "bf16")
+    ]
+    assert shown.splitlines()[-1] == str(tmp_path / "a")
+
+
+def test_vs_all_is_every_peer(tmp_path):
+    assert main([*ADAM, "--dtype", "fp32", "--vs", "all", "--out", str(tmp_path)]) == 0
+    assert {r["backend"] for r in read(tmp_path)} == {"reference", *peers.OPTIMIZERS}
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupted_run_keeps_its_records(tmp_path, capsys, monkeypatch, after):
+    real, times = timing.measure, []
+
+    def measure(*args, **kwargs):
+        if len(times) == after:
+            raise KeyboardInterrupt
+        times.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(timing, "copy_time", lambda *args: 1.0)  # it measures too
+    monkeypatch.setattr(timing, "measure", measure)
+    results = tmp_path / "results.jsonl"
+    assert main([*NORM, "--vs", "torch", "--out", str(tmp_path / "a"), "--append", str(results)]) == 130
+    told = capsys.readouterr().err.splitlines()
+    if after == 0:
+        assert told == ["interrupted"]
+        assert list(tmp_path.iterdir()) == []
+        return
+    # Both directions of a contender are timed before its records are written.
+    assert told == [f"interrupted, 2 records are in {tmp_path / 'a' / 'bench.jsonl'}"]
+    assert [r["direction"] for r in read(tmp_path / "a")] == ["fwd", "bwd"]
+    assert results.read_text() == (tmp_path / "a" / "bench.jsonl").read_text()
 
 
 def test_a_wrong_kernel_gets_fail_and_no_time(tmp_path, capsys, plant):

@@ -317,14 +317,15 @@ def test_a_row_of_backends_that_are_not_here_is_passed_by(monkeypatch):
 
 
 RECORD = {"op": "layer_norm", "direction": "fwd", "dtype": "fp32", "backend": "native", "shape": [1, 2], "ours": True,
-          "status": "ok", "percent_of_copy": 90.0, "gpu": None, "threads": 1, "commit": None, "dirty": None,
-          "torch": "2.13.0"}  # fmt: skip
+          "status": "ok", "percent_of_copy": 90.0, "copy_us": 9.0, "median_us": 10.0, "q1_us": 9.9, "q3_us": 10.2,
+          "gpu": None, "threads": 1, "commit": None, "dirty": None, "torch": "2.13.0"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [(key, value) for key in ("op", "backend", "status", "torch") for value in (None, 3, [], {})]
-    + [("percent_of_copy", None), ("percent_of_copy", "fast"), ("shape", None), ("shape", "1x2"), ("commit", 3)],
+    + [("percent_of_copy", None), ("percent_of_copy", "fast"), ("shape", None), ("shape", "1x2"), ("commit", 3)]
+    + [("median_us", 0), ("copy_us", None), ("q1_us", float("nan")), ("q3_us", "10")],
 )
 def test_foreign_results_are_refused_by_line(tmp_path, key, value):
     file = tmp_path / "results.jsonl"

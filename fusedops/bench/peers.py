@@ -250,4 +250,9 @@ OPTIMIZERS: dict[str, Callable[..., Stepper]] = {
     "apex-adam": _apex_adam,
 }
 # What --vs takes beside the names above.
-ALIASES = {"apex": ("apex-fused", "apex-fast", "apex-adam"), "flash-attn": ("flash",), "torch.compile": ("compile",)}
+ALIASES = {
+    "apex": ("apex-fused", "apex-fast", "apex-adam"),
+    "flash-attn": ("flash",),
+    "torch.compile": ("compile",),
+    "all": (*OPS, *OPTIMIZERS),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,12 +43,22 @@ def read_jsonl(path: Path) -> list[Record]:
         if not _is_record(record):
             text = json.dumps(record)[:60]
             raise ValueError(f"{path}:{number}: expected a record of fusedops bench, got {text!r}")
-        key = (*(record[name] for name in _NAMES), _size(record))
-        found[key] = record
+        found[cell_of(record)] = record
     return list(found.values())
 
 
 _NAMES = ("op", "direction", "dtype", "backend")
+_TIMES = ("copy_us", "median_us", "q1_us", "q3_us")
+
+
+def cell_of(record: Record) -> tuple[str, ...]:
+    """Return what names a cell: op, direction, dtype, backend, and shape or model."""
+    return (*(record[name] for name in _NAMES), _size(record))
+
+
+def machine(record: Record) -> str:
+    """Name the GPU or, for a CPU, the number of threads."""
+    return str(record["gpu"] or f"CPU, {record['threads']} threads")
 
 
 def _is_record(record: Any) -> bool:
@@ -58,8 +69,15 @@ def _is_record(record: Any) -> bool:
         and all(isinstance(record.get(name), str) for name in (*_NAMES, "status", "torch"))
         and isinstance(record["commit"], str | None)
         and (isinstance(record.get("model"), str) or isinstance(record.get("shape"), list))
-        and isinstance(record.get("percent_of_copy"), int | float | None)
-        and (record["status"] != "ok" or record.get("percent_of_copy") is not None)
+        and (record["status"] != "ok" or _is_timed(record))
+    )
+
+
+def _is_timed(record: Record) -> bool:
+    numbers = [record.get(name) for name in (*_TIMES, "percent_of_copy")]
+    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in numbers) and all(
+        record[name] > 0
+        for name in _TIMES  # a rounded percentage may be 0
     )
 
 
@@ -102,13 +120,13 @@ def print_tables(records: Sequence[Record]) -> None:
             copy = next((f"{r['copy_us']:,.1f} µs" for r in by_name.values() if r["status"] == "ok"), "")
             rows.append([size, copy, *(cell(by_name.get(name)) for name in names)])
         title = f"{op} {_TITLES.get(direction, direction)}, {_TITLES.get(dtype, dtype)}: median, % of the copy"
-        _print_table(title, ["size", "copy", *names], rows)
+        print_table(title, ["size", "copy", *names], rows)
     unmeasured = (r for r in records if r["status"] != "ok")
-    for line in _ordered(_reason(r) for r in unmeasured):
+    for line in _ordered(map(reason, unmeasured)):
         print(line)
 
 
-def _reason(record: Record) -> str:
+def reason(record: Record) -> str:
     """Say why a cell has no time; a FAIL names its cell, what is merely absent is said once."""
     where = f"{record['op']} {record['dtype']} {record['backend']}"
     if record["status"] == "FAIL":
@@ -116,7 +134,8 @@ def _reason(record: Record) -> str:
     return f"{record['status']}: {where}: {record['reason']}"
 
 
-def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print one table, as plain text where `rich` is not there."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -200,7 +219,7 @@ def _is_ours(records: Sequence[Record], name: str) -> bool:
 
 def _title(op: str, records: Sequence[Record]) -> str:
     """Name what was measured, where and from which source; more than one of these are all named."""
-    where = " and ".join(_ordered(str(r["gpu"] or f"CPU, {r['threads']} threads") for r in records))
+    where = " and ".join(_ordered(map(machine, records)))
     commits = ", ".join(
         _ordered(f"{(r['commit'] or 'unknown')[:12]}{' + changes' if r['dirty'] else ''}" for r in records)
     )
