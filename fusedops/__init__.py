@@ -15,10 +15,12 @@ from .errors import FallbackWarning, UnsupportedError
 from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
 from .patch import PatchReport, patch, patched, unpatch
+from .tuning.model import TuneReport, tune, warmup
 
 __all__ = [
     "FallbackWarning",
     "PatchReport",
+    "TuneReport",
     "UnsupportedError",
     "add_layer_norm",
     "add_rms_norm",
@@ -33,8 +35,10 @@ __all__ = [
     "patched",
     "report",
     "rms_norm",
+    "tune",
     "unpatch",
     "use_backend",
+    "warmup",
 ]
 __version__ = "0.1.0"
 

@@ -206,12 +206,12 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def read_text(path: Path, most: int = 64 * MIB) -> str:
-    """Read a regular file of at most ``most`` bytes.
+def read_text(path: Path, most: int = 64 * MIB, *, own: bool = False) -> str:
+    """Read a regular file of at most ``most`` bytes; ``own``: one of this user's.
 
     Raises:
         OSError: it is not there, or may not be read.
-        ValueError: it is no regular file (which may never end), larger than that, or not UTF-8.
+        ValueError: it is no regular file (which may never end), somebody else's, larger than that, or not UTF-8.
     """
     # A FIFO without a writer would block an open that may block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -219,6 +219,8 @@ def read_text(path: Path, most: int = 64 * MIB) -> str:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path}: expected a regular file")
+        if own and hasattr(os, "getuid") and status.st_uid != os.getuid():
+            raise ValueError(f"{path}: expected a file of user {os.getuid()}, got one of user {status.st_uid}")
         if status.st_size > most:
             raise ValueError(f"{path}: expected at most {most:,} bytes, got {status.st_size:,}")
         with open(descriptor, "rb", closefd=False) as file:
@@ -229,14 +231,14 @@ def read_text(path: Path, most: int = 64 * MIB) -> str:
         os.close(descriptor)
 
 
-def read_json(path: Path, most: int = 64 * MIB) -> Any:
-    """Read a JSON file.
+def read_json(path: Path, most: int = 64 * MIB, *, own: bool = False) -> Any:
+    """Read a JSON file; see ``read_text``.
 
     Raises:
         OSError: it is not there, or may not be read.
         ValueError: it is not JSON, or for the reasons of ``read_text``.
     """
-    text = read_text(path, most)
+    text = read_text(path, most, own=own)
     try:
         return parse_json(text)
     except ValueError as error:
@@ -255,14 +257,14 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def read_records(path: Path, most: int = 1024 * MIB) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path, most: int = 1024 * MIB, *, own: bool = False) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of JSON lines; a last line that a killed process left unfinished is passed over.
 
     Raises:
         OSError: the file is not there, or may not be read.
         ValueError: a line is not JSON, with its number, or for the reasons of ``read_text``.
     """
-    *finished, last = read_text(path, most).split("\n")
+    *finished, last = read_text(path, most, own=own).split("\n")
     for number, line in enumerate(finished, 1):
         try:
             yield number, parse_json(line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -131,6 +131,9 @@ _rows: tuple[Row, ...] = dispatch_table.SHIPPED
 # What select chose before, by everything the choice depends on; emptied when the explicit choice changes.
 cache: dict[tuple[Any, ...], Choice] = {}
 _warned: set[str] = set()
+# While a step is recorded (``fusedops.tune``): told of every kind of call that the table is asked for, with its rows,
+# the dtype of its first result and its options.
+recorder: Callable[[Call, int, torch.dtype, dict[str, Any]], None] | None = None
 
 
 class use_backend:
@@ -212,9 +215,23 @@ def refusals(name: str, call: Call) -> list[str]:
     return [f"it has no {call.op}"] if limits is None else limits.refuse(call)
 
 
+def forget_tuned() -> None:
+    """Read the rows that were tuned on this machine anew, at the next choice."""
+    dispatch_table.tuned.cache_clear()
+    cache.clear()
+
+
+def _table(call: Call) -> Iterator[Row]:
+    """Yield the rows that match a call: of the environment's file, tuned on this machine, shipped."""
+    tuned = dispatch_table.tuned(call.device, call.index).get(call.op, ())
+    given = [row for row in _rows if row.source != "shipped"]
+    shipped = [row for row in _rows if row.source == "shipped"]
+    return (row for row in (*given, *tuned, *shipped) if row.matches(call))
+
+
 def match_row(call: Call) -> Row:
     """Return the first row of the table that matches the call; the last row matches everything."""
-    return next(row for row in _rows if row.matches(call))
+    return next(_table(call))
 
 
 def select(call: Call, backend: str | None = None) -> Choice:
@@ -262,7 +279,7 @@ def _walk_table(call: Call) -> _Walk:
     """
     refused: dict[str, str] = {}
     passed_by: list[Row] = []
-    for row in (row for row in _rows if row.matches(call)):
+    for row in _table(call):
         for name in row.backends:
             reasons = refusals(name, call)
             if not reasons:

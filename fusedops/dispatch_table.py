@@ -1,20 +1,23 @@
 """Which backend should serve a call: rows as literals, each with its evidence.
 
-The first row that matches is taken. Rows of a file (``FUSEDOPS_TABLE``) stand before the shipped ones; a file that
-can't be read as rows, or has one that no call can match, is ignored with one warning. Ops are those that are
-registered when fusedops has been imported, device types those of torch, third parties' among them.
+The first row that matches is taken. Rows of a file (``FUSEDOPS_TABLE``) stand first, then those that ``fusedops tune``
+measured on this machine, then the shipped ones. A file that can't be read as rows, or has one that no call can match,
+is ignored with one warning; so is a tuned one that was made for another machine or by somebody else. Ops are those
+that are registered when fusedops has been imported, device types those of torch, third parties' among them.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import machine
 from ._files import MIB, read_json
 from .config import BACKENDS
 
@@ -35,6 +38,7 @@ class Row:
         why: the evidence: results file and date, or a stated default.
         capability: lowest and highest compute capability as ``10 * major + minor``.
         dtypes: dtype of the input (``"bfloat16"``), empty: any.
+        arguments: name and dtype of every tensor of the call, results among them; empty: any.
         hidden: narrowest and widest row.
         rows: fewest and most rows.
         source: where the row comes from.
@@ -46,6 +50,7 @@ class Row:
     why: str
     capability: tuple[int, int] = _ANY
     dtypes: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
     hidden: tuple[int, int] = _ANY
     rows: tuple[int, int] = _ANY
     source: str = "shipped"
@@ -54,14 +59,19 @@ class Row:
         """Tell whether the row is about this call; a size unknown while compiling matches only an unlimited range."""
         if (self.ops and call.op not in self.ops) or (self.device and call.device != self.device):
             return False
-        if self.dtypes and str(call.dtypes[0][1]).removeprefix("torch.") not in self.dtypes:
+        if not (_within(call.hidden, self.hidden) and _within(call.rows, self.rows)):
+            return False
+        if self.dtypes and dtype_name(call.dtypes[0][1]) not in self.dtypes:
+            return False
+        if self.arguments and {(name, dtype_name(dtype)) for name, dtype in call.dtypes} != {*self.arguments}:
             return False
         found = call.capability if self.capability != _ANY else None
-        return (
-            _within(None if found is None else 10 * found[0] + found[1], self.capability)
-            and _within(call.hidden, self.hidden)
-            and _within(call.rows, self.rows)
-        )
+        return _within(None if found is None else 10 * found[0] + found[1], self.capability)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in rows, as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _within(value: int | None, limits: tuple[int, int]) -> bool:
@@ -80,29 +90,92 @@ SHIPPED: tuple[Row, ...] = (
 )
 
 
+_MOST = 4 * MIB  # thousands of rows
+
+
 def load(path: str | None) -> tuple[Row, ...]:
     """Return the table: rows of the JSON file at ``path``, if given and sound, then the shipped ones."""
     if path is None:
         return SHIPPED
     try:
-        return (*_parse(read_json(Path(path), most=MIB), path), *SHIPPED)
+        return (*_parse(read_json(Path(path), most=_MOST), path), *SHIPPED)
     except (OSError, ValueError) as error:
-        warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=2)
+        _warn_ignored(path, error)
         return SHIPPED
 
 
-def _parse(data: Any, path: str) -> tuple[Row, ...]:
-    """Build rows from ``{"rows": [{…}, …]}``.
+@functools.cache
+def tuned(device: str, index: int) -> Mapping[str, tuple[Row, ...]]:
+    """Return the rows that were tuned on a device of this machine, by op; read once a process.
+
+    Args:
+        device: its type.
+        index: its index, -1 where there is none.
+    """
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        return {}
+    here = machine.facts(torch.device(device) if index < 0 else torch.device(device, index))
+    path = machine.tuned_file(here)
+    found: dict[str, list[Row]] = {}
+    for row in () if path is None else load_tuned(path, here):
+        for op in row.ops:
+            found.setdefault(op, []).append(row)
+    return {op: tuple(rows) for op, rows in found.items()}
+
+
+def load_tuned(path: Path, here: machine.Facts) -> tuple[Row, ...]:
+    """Return the rows of a file that was tuned on a machine; none, with a warning unless it is absent, if unsound."""
+    try:
+        data = read_json(path, most=_MOST, own=True)
+        rows = _parse(data, f"tuned: {path}")
+        if data.get("machine") != here:
+            raise ValueError(f"machine: expected {here}, got {data.get('machine')!r:.300}")
+        for number, row in enumerate(rows):
+            may = automatic(here["device"])
+            if row.device != here["device"] or not set(row.backends) <= set(may):
+                raise ValueError(
+                    f"rows[{number}]: expected {', '.join(may)} on {here['device']}, got {', '.join(row.backends)} on "
+                    f"{row.device}"
+                )
+        return rows
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, ValueError) as error:
+        _warn_ignored(str(path), error)
+        return ()
+
+
+def automatic(device: str) -> tuple[str, ...]:
+    """Return the backends that may serve calls on a device type without being asked for, in their default order."""
+    return next(row for row in SHIPPED if row.device in (device, None)).backends
+
+
+def _warn_ignored(path: str, error: Exception) -> None:
+    warnings.warn(f"fusedops: the dispatch table {path} is ignored: {error}", UserWarning, stacklevel=3)
+
+
+def _parse(data: Any, source: str) -> tuple[Row, ...]:
+    """Build rows from ``{"rows": [{…}, …]}``, beside which may stand the ``"machine"`` they were measured on.
 
     Raises:
         ValueError: what is no row, and a row that no call can match, with its key, what was expected and what came.
     """
-    if not (isinstance(data, dict) and data.keys() == {"rows"} and isinstance(data["rows"], list)):
-        raise ValueError(f'rows: expected {{"rows": [...]}} with nothing beside it, got {data!r:.80}')
-    return tuple(_row(item, f"rows[{number}]", path) for number, item in enumerate(data["rows"]))
+    if not (
+        isinstance(data, dict)
+        and {"rows"} <= data.keys() <= {"rows", "machine"}
+        and isinstance(data["rows"], list)
+        and isinstance(data.get("machine", {}), dict)
+    ):
+        raise ValueError(f'rows: expected {{"rows": [...]}} with nothing beside it but "machine", got {data!r:.80}')
+    return tuple(make_row(item, f"rows[{number}]", source) for number, item in enumerate(data["rows"]))
 
 
-def _row(item: Any, where: str, path: str) -> Row:
+def make_row(item: Any, where: str, source: str) -> Row:
+    """Build a row from what stands for it in a file.
+
+    Raises:
+        ValueError: no call can match it, or it is no row: ``where`` it is, with its key.
+    """
     keys = _keys()
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {item!r:.80}")
@@ -118,7 +191,8 @@ def _row(item: Any, where: str, path: str) -> Row:
     if "capability" in item and item["device"] not in ("cuda", None):
         raise ValueError(f"{where}: capability: expected none but for device 'cuda', got one for {item['device']!r}")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
-    return Row(**values, source=path)
+    values["arguments"] = tuple(item.get("arguments", {}).items())
+    return Row(**values, source=source)
 
 
 _REQUIRED = tuple(item.name for item in fields(Row) if item.default is MISSING)
@@ -127,7 +201,9 @@ _REQUIRED = tuple(item.name for item in fields(Row) if item.default is MISSING)
 def _keys() -> dict[str, tuple[str, Callable[[Any], bool]]]:
     """Return the keys of a row in a file: what each expects, in words and as a test of a value."""
     from .dispatch import known_ops
+    from .registry import OPS
 
+    arguments = {"param", "state", "grad", *(name for op in OPS.values() for name in (*op.grads, *op.outputs))}
     sizes = ("two integers ≥ 0, the lower first", _are_limits)
     ops = known_ops()
     return {
@@ -140,6 +216,14 @@ def _keys() -> dict[str, tuple[str, Callable[[Any], bool]]]:
         "why": ("text", lambda value: isinstance(value, str)),
         "capability": sizes,
         "dtypes": ("a list of torch's dtypes, such as float32", lambda value: _are_names(value, _is_dtype)),
+        "arguments": (
+            f"torch's dtypes by argument, of {', '.join(sorted(arguments))}",
+            lambda value: (
+                isinstance(value, dict)
+                and _are_names([*value], arguments.__contains__)
+                and _are_names([*value.values()], _is_dtype)
+            ),
+        ),
         "hidden": sizes,
         "rows": sizes,
     }

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fusedops import backends, dispatch, testing
+from fusedops import backends, dispatch, dispatch_table, machine, testing
 from fusedops.config import BACKENDS
 
 
@@ -78,6 +78,15 @@ def poison() -> Iterator[None]:
 def same_numbers_every_time() -> None:
     """Seed PyTorch's generators."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choose by the shipped table, whatever was tuned on this machine."""
+    monkeypatch.setattr(machine, "cache_folder", lambda: None)
+    dispatch_table.tuned.cache_clear()
+    yield
+    dispatch_table.tuned.cache_clear()
 
 
 @pytest.fixture(autouse=True)

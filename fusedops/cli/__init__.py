@@ -7,7 +7,7 @@ with `pip install 'fusedops[cli]'`; a missing part breaks its own command alone.
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "report": "what is installed here and which backends can run",
     "parity": "check every op on this machine against plain torch in float64",
     "bench": "time ops and optimizers beside torch and other packages",
+    "tune": "measure the backends on this machine and use the best from now on",
     "train": "train a GPT on real text, plain PyTorch against fusedops",
 }
 EXTRAS = ("rich", "matplotlib", "pynvml", "safetensors", "numpy")
@@ -34,6 +35,18 @@ def parse_device(text: str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= count:
         raise argparse.ArgumentTypeError(f"this torch sees {count} CUDA devices, got {text!r}")
     return found
+
+
+def listed(*choices: str) -> Callable[[str], list[str]]:
+    """Return a parser of comma-separated choices."""
+
+    def parse(text: str) -> list[str]:
+        given = [part for part in text.split(",") if part]
+        if unknown := [part for part in given if part not in choices]:
+            raise argparse.ArgumentTypeError(f"expected any of {', '.join(choices)}, got {', '.join(unknown)}")
+        return given
+
+    return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:

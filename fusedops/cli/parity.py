@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from .. import backends, testing
 from ..config import BACKENDS
 from ..registry import OPS, OPTIMS, Case, OpSpec, short
-from . import fuzz, parse_device
+from . import fuzz, listed, parse_device
 
 _HEAD = ("op", "dtypes", "backend", "cells", "output ULP", "torch's", "gradient ULP", "torch's", "of the bound", "")
 _FOOT = (
@@ -26,24 +26,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand."""
     parser = subparsers.add_parser("parity", help="check every op against plain torch in float64", description=__doc__)
     add = parser.add_argument
-    add("--op", type=_listed([*OPS, *OPTIMS]), help=f"any of {', '.join(OPS)}; with --fuzz {', '.join(OPTIMS)} as well")
-    add("--backend", type=_listed(BACKENDS), help=f"any of {', '.join(BACKENDS)} (default: all that run here)")
+    add("--op", type=listed(*OPS, *OPTIMS), help=f"any of {', '.join(OPS)}; with --fuzz {', '.join(OPTIMS)} as well")
+    add("--backend", type=listed(*BACKENDS), help=f"any of {', '.join(BACKENDS)} (default: all that run here)")
     add("--device", type=parse_device, help="default: the GPU if there is one")
     add("--full", action="store_true", help="every case, not the quick selection")
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     fuzz.add_arguments(parser)
-
-
-def _listed(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated choices."""
-
-    def parse(text: str) -> list[str]:
-        given = [part for part in text.split(",") if part]
-        if unknown := [part for part in given if part not in choices]:
-            raise argparse.ArgumentTypeError(f"expected any of {', '.join(choices)}, got {', '.join(unknown)}")
-        return given
-
-    return parse
 
 
 @dataclass

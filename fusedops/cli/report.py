@@ -17,6 +17,7 @@ import fusedops
 from fusedops import _build
 from fusedops.backends import backends
 from fusedops.config import BACKENDS, CONFIG
+from fusedops.machine import cpu_name
 
 # Beside our own variables: what changes how kernels are built or run.
 VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TORCH_CUDA_ARCH_LIST", "TRITON_INTERPRET", "OMP_NUM_THREADS")
@@ -131,21 +132,13 @@ def _versions() -> dict[str, str]:
 
 
 def _hardware() -> dict[str, str]:
-    facts = {"cpu": f"{_cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
+    facts = {"cpu": f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
     if not torch.cuda.is_available():
         return facts | {"gpu": "none that torch can use", "driver": _driver()}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         facts[f"gpu {index}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
     return facts | {"driver": _driver()}
-
-
-def _cpu_name() -> str:
-    try:
-        names = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        names = None
-    return names[1] if names else platform.processor() or platform.machine()
 
 
 def _driver() -> str:
@@ -169,10 +162,12 @@ def _build_facts() -> dict[str, str]:
 
 
 def _table_source() -> str:
-    from fusedops.dispatch_table import load
+    from fusedops.dispatch_table import load, tuned
 
-    sources = dict.fromkeys(row.source for row in load(CONFIG.table))
-    return ", then ".join(sources)
+    device = ("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu", -1)
+    *given, shipped = dict.fromkeys(row.source for row in load(CONFIG.table))
+    here = dict.fromkeys(row.source for rows in tuned(*device).values() for row in rows)
+    return ", then ".join([*given, *here, shipped])
 
 
 def _environment() -> dict[str, str]:

@@ -196,8 +196,10 @@ def choose(
     except TypeError:  # something that can't be hashed stands for a name, a dtype or a size: it is named below
         choice = None
     if choice is None:
-        choice = dispatch.select(_describe(op, (input, *others), shape, out_dtype, options), backend)
-        dispatch.cache[key] = choice
+        call = _describe(op, (input, *others), shape, out_dtype, options)
+        choice = dispatch.cache[key] = dispatch.select(call, backend)
+        if dispatch.recorder is not None and dispatch.forced_backend(op, backend) is None:
+            dispatch.recorder(call, input.numel() // max(call.hidden or 1, 1), out_dtype, dict(options))
     return choice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,25 @@ def compile_ahead(
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else _HERE:
         kernel.warmup(*args, grid=grid, **meta, num_warps=warps, enable_fp_fusion=True)
+
+
+def refuse_to_compile_while_capturing(kernels: Iterable[Any]) -> None:
+    """Let kernels say what to do where they would be compiled while a CUDA graph is captured.
+
+    Launches of compiled kernels pass by here: Triton calls its `_do_compile` for a kernel it does not know yet, alone.
+    """
+    for kernel in kernels:
+        if (compile_kernel := getattr(kernel, "_do_compile", None)) is not None:  # the interpreter's have none
+            kernel._do_compile = functools.partial(_compile, kernel.__name__, compile_kernel)
+
+
+def _compile(name: str, compile_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the Triton kernel {name} would have to be compiled while a CUDA graph is captured: call "
+            "fusedops.warmup(model, batch) before (for an optimizer: take a step), with the same shapes and dtypes"
+        )
+    return compile_kernel(*args, **kwargs)
 
 
 def launch_traced(

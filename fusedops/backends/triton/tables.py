@@ -6,6 +6,7 @@ was launched with. The allocator keeps the order of reuse on one stream; tables 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import adam_kernels as kernels
-from .launch import ceil_div, launch
+from .launch import ceil_div, compile_ahead, launch
 
 CHUNK = 8192  # elements a program works on: 20 KiB to 230 KiB of traffic, and a 124M-parameter model is 15,000 programs
 # A tensor without elements has no address, yet takes part: any address but null will do, nothing is read there.
@@ -40,6 +41,7 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host
     if not capturing(device):
+        _compile_upload(device)
         return host.pin_memory().to(device, non_blocking=True)
     table = torch.empty(ceil_div(host.numel(), 16) * 16, dtype=torch.int64, device=device)
     flat = host.flatten().tolist()
@@ -47,6 +49,13 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     for start in range(0, len(flat), 16):
         launch(kernels.upload_kernel, (1,), device, (table[start:], *flat[start : start + 16]), {}, 1)
     return table[: host.numel()].view(host.shape)
+
+
+@functools.cache
+def _compile_upload(device: torch.device) -> None:
+    """Compile what only a capture needs before there is one."""
+    table = torch.empty(16, dtype=torch.int64, device=device)
+    compile_ahead(kernels.upload_kernel, (1,), device, (table, *range(16)), {}, 1)
 
 
 class Chunks(NamedTuple):

@@ -1,0 +1,246 @@
+"""``fusedops.tune`` and ``fusedops.warmup``: one step of a model, run for what it calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import dispatch, machine
+from .._options import number
+from ..config import CONFIG
+from ..dispatch import Call
+from ..errors import UnsupportedError
+from ..ops._common import wide
+
+if TYPE_CHECKING:
+    from .cells import Cell
+    from .table import Measured
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What ``tune`` measured for a model; ``print`` it.
+
+    Attributes:
+        cells: each kind of call with its times by backend.
+        not_reached: kinds of calls that the budget was too small for, in words.
+        file: the dispatch table, which is used from now on; None where nothing was measured.
+        before_ms: time of a step (forward and backward) with the choices so far.
+        after_ms: and with those made now; ``before_ms`` where none has changed.
+    """
+
+    cells: tuple[Measured, ...]
+    not_reached: tuple[str, ...]
+    file: str | None
+    before_ms: float
+    after_ms: float
+
+    def __str__(self) -> str:
+        from .table import as_text
+
+        lines = [as_text(self.cells)] if self.cells else ["No call of this step is chosen for: nothing to measure."]
+        lines += [f"not reached within the budget: {text}" for text in self.not_reached]
+        saved = self.before_ms - self.after_ms
+        share = 100 * saved / self.before_ms if self.before_ms else 0.0
+        times = f"{self.before_ms:.3f} ms before, {self.after_ms:.3f} ms after"
+        lines.append(f"forward and backward: {times}; saved {saved:.3f} ms, {share:.1f} %")
+        return "\n".join([*lines, *([f"used from now on: {self.file}"] if self.file else [])])
+
+
+def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
+    """Measure the backends for the calls that a training step of ``model`` makes, and use the best from now on.
+
+    Runs the step, forward and backward in training mode, a few times. Parameters, gradients, buffers, modes and
+    PyTorch's random numbers are as before afterwards; what else the model's own code keeps is not.
+
+    Args:
+        model: calls fusedops' ops, as after ``fusedops.patch``; where it and the batch are is where is measured.
+        batch: what the model is called with: a tensor, a tuple or list of arguments, or a mapping of named ones. Its
+            loss is the output's ``loss``, else the sum of all floating-point results.
+        budget: seconds for measuring; what was measured before is not measured again.
+
+    Returns:
+        Times by backend, the choices, and the step's time before and after; printed as well.
+
+    Raises:
+        ValueError: an argument of a wrong kind, or results without a gradient.
+        RuntimeError: a CUDA graph is being captured.
+        UnsupportedError: ``FUSEDOPS_DISABLE=1``.
+
+    The rows go to a file in the user's cache folder and serve every process on this machine. Calls inside compiled
+    code, and calls whose backend was named, don't ask the table for rows of a size and are not measured. Dispatch
+    changes speed only.
+    """
+    from .cells import recorded_cell
+    from .measure import tune_cells
+    from .table import Store
+
+    _check("tune", model)
+    budget = number("tune", "budget", budget, "a finite number > 0", math.ulp(0.0))
+    if CONFIG.disabled:
+        raise UnsupportedError("tune: FUSEDOPS_DISABLE=1 is set: everything is plain PyTorch, and nothing is chosen")
+    with _preserved(model, batch):
+        recorded = [recorded_cell(*call) for call in _recorded(model, batch)]
+        before = _step_ms(model, batch)
+    choices = [dispatch.select(cell.call).backend for cell in recorded]
+    measured: list[Measured] = []
+    not_reached: list[str] = []
+    files: list[str] = []
+    by_device: dict[torch.device, list[Cell]] = {}
+    for cell in recorded:
+        by_device.setdefault(_device(cell.call), []).append(cell)
+    for device, cells in by_device.items():
+        here = machine.facts(device)
+        if (path := machine.tuned_file(here)) is None:
+            raise ValueError("tune: expected a home folder or XDG_CACHE_HOME, to keep the table in")
+        found = tune_cells(cells, device, Store(path, here), budget / len(by_device), lambda *_: None)
+        measured += found.measured
+        not_reached += [f"{cell.call.op} {cell.dtypes} {cell.size}" for cell in found.not_reached]
+        files.append(str(path))
+    dispatch.forget_tuned()
+    with _preserved(model, batch):  # whatever was chosen: a distributed model's other processes take as many steps
+        after = _step_ms(model, batch)
+    if choices == [dispatch.select(cell.call).backend for cell in recorded]:
+        after = before
+    report = TuneReport(tuple(measured), tuple(not_reached), ", ".join(files) or None, before, after)
+    print(report)
+    return report
+
+
+def warmup(model: nn.Module, batch: Any) -> None:
+    """Run one training step of ``model`` before a CUDA graph is captured, so that nothing is compiled meanwhile.
+
+    Forward and backward, in training mode, on the current stream: every Triton kernel of the step is compiled and every
+    backend chosen. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards. An
+    optimizer's step is not part of it: take one before capturing.
+
+    Args:
+        model: any module.
+        batch: what it is called with; see ``tune``.
+
+    Raises:
+        ValueError: ``model`` is no module, or its results have no gradient.
+        RuntimeError: a CUDA graph is being captured already.
+    """
+    _check("warmup", model)
+    with _preserved(model, batch):
+        _step(model, batch)
+        for device in _devices(model, batch):
+            torch.cuda.synchronize(device)
+
+
+def _check(owner: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{owner}: model: expected a module, got {model!r:.200}")
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{owner}: a CUDA graph is being captured, which must not measure or compile: "
+            "call fusedops.warmup(model, batch), or tune, before the capture begins"
+        )
+
+
+# ---------------------------------------------------------------- one step
+
+
+def _step(model: nn.Module, batch: Any) -> None:
+    """Run forward and backward, under the caller's autocast as far as that reaches forward."""
+    for p in model.parameters():
+        p.grad = None
+    with torch.enable_grad():
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        loss = _loss(output)
+    with torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
+
+
+def _loss(output: Any) -> Tensor:
+    """Return a model's own loss, else the sum of its floating-point results."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [own] if isinstance(own, Tensor) else list(_tensors(output))
+    sums = [t.sum(dtype=wide(t.dtype)) for t in found if t.is_floating_point() and t.requires_grad]
+    if not sums:
+        raise ValueError("model: expected a floating-point result with a gradient, got none")
+    return torch.stack([one.to(sums[0]) for one in sums]).sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value):
+        yield from _tensors([getattr(value, item.name) for item in fields(value)])
+
+
+def _step_ms(model: nn.Module, batch: Any) -> float:
+    from ..bench import timing
+
+    devices = _devices(model, batch)
+    device = devices[0] if devices else torch.device("cpu")
+    _step(model, batch)
+    return timing.wall_time(lambda: _step(model, batch), device, calls=1) / 1e3
+
+
+def _devices(model: nn.Module, batch: Any) -> list[torch.device]:
+    """Return the GPUs that a step runs on."""
+    tensors = [*model.parameters(), *model.buffers(), *_tensors(batch)]
+    return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
+
+
+def _device(call: Call) -> torch.device:
+    return torch.device(call.device) if call.index < 0 else torch.device(call.device, call.index)
+
+
+def _recorded(model: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
+    """Run a step and return every kind of call that the dispatch table was asked for; see ``dispatch.recorder``."""
+    calls: list[tuple[Any, ...]] = []
+    dispatch.cache.clear()
+    dispatch.recorder = lambda *call: calls.append(call)
+    try:
+        _step(model, batch)
+    finally:
+        dispatch.recorder = None
+    return [(call, rows, *others) for call, rows, *others in calls if rows and call.hidden]
+
+
+@contextmanager
+def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Train in the block, and leave parameters, gradients, buffers, modes and random numbers as they were.
+
+    A model may write to its parameters in forward, behind PyTorch's back as well, so all are copied.
+    """
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    values = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
+    leaves = [t for t in (*model.parameters(), *_tensors(batch)) if t.is_leaf]
+    grads = [(t, t.grad) for t in leaves]
+    for t in leaves:
+        t.grad = None
+    with torch.random.fork_rng(_devices(model, batch)):
+        try:
+            model.train()
+            yield
+        finally:
+            for module, mode, names in zip(modules, modes, buffers, strict=True):
+                module.training = mode
+                module._buffers.clear()
+                module._buffers.update(names)
+            for t, value in values.items():
+                if not torch.equal(t, value):
+                    t.data.copy_(value)  # not seen by graphs that the caller keeps
+            for t, grad in grads:
+                t.grad = grad
