@@ -694,6 +694,7 @@ def test_a_kernel_is_not_compiled_within_a_capture(monkeypatch: pytest.MonkeyPat
 
     if launch.INTERPRETED:
         pytest.skip("the interpreter compiles nothing")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for kernel in (norm_kernels.norm_fwd_kernel, adam_kernels.upload_kernel):
         with pytest.raises(RuntimeError, match=rf"{kernel.__name__} .*fusedops\.warmup\(model, batch\)"):

@@ -13,7 +13,7 @@ import torch
 from ..bench import compare, ops, optimizers, peers, report
 from ..bench.records import Record, facts
 from ..config import BACKENDS
-from . import parse_device
+from . import listed, parse_device
 
 _DEFAULT_PEERS = ("torch", "liger", "quack", "flash", "foreach", "apex-adam")
 _MOST_REPEATS = 1_000_000  # on a GPU two events each
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_common(parser: argparse.ArgumentParser, known_peers: Mapping[str, object]) -> None:
     add = parser.add_argument
-    add("--backend", type=_listed(*BACKENDS), help="our backends (default: all that can run here)")
+    add("--backend", type=listed(*BACKENDS), help="our backends (default: all that can run here)")
     peer_names = (*known_peers, *peers.ALIASES)
     peer_help = f"any of {', '.join(peer_names)} (default: the installed ones that need no compiling)"
-    add("--vs", type=_listed(*peer_names), metavar="PEERS", help=peer_help)
+    add("--vs", type=listed(*peer_names), metavar="PEERS", help=peer_help)
     add("--device", type=parse_device, help="default: the GPU if there is one")
     add("--repeat", type=_repeats, metavar="N", help="repetitions of each cell (default 100; optimizers 30)")
     add("--quick", action="store_true", help="few sizes, few repetitions")
@@ -75,33 +75,21 @@ def _add_common(parser: argparse.ArgumentParser, known_peers: Mapping[str, objec
 
 def _add_ops(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     _add_common(parser, peers.OPS)
-    parser.add_argument("--op", type=_listed(*names), help="which of " + ", ".join(names))
+    parser.add_argument("--op", type=listed(*names), help="which of " + ", ".join(names))
     parser.add_argument("--shape", type=_shape, action="append", metavar="ROWSxHIDDEN", help="may be repeated")
-    parser.add_argument("--dtype", type=_listed(*ops.DTYPES), help="any of " + ", ".join(ops.DTYPES))
-    parser.add_argument("--direction", type=_listed(*ops.DIRECTIONS), help="any of " + ", ".join(ops.DIRECTIONS))
+    parser.add_argument("--dtype", type=listed(*ops.DTYPES), help="any of " + ", ".join(ops.DTYPES))
+    parser.add_argument("--direction", type=listed(*ops.DIRECTIONS), help="any of " + ", ".join(ops.DIRECTIONS))
     parser.set_defaults(bench=_bench_ops, names=names)
 
 
 def _add_optimizers(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     _add_common(parser, peers.OPTIMIZERS)
-    parser.add_argument("--op", type=_listed(*names), help="which of " + ", ".join(names))
+    parser.add_argument("--op", type=listed(*names), help="which of " + ", ".join(names))
     parser.add_argument("--model", type=_model, action="append", metavar="MODEL",
                         help=f"{', '.join(optimizers.MODELS)} or COUNTxELEMENTS; may be repeated")  # fmt: skip
-    parser.add_argument("--dtype", type=_listed(*optimizers.CONFIGS), help="any of " + ", ".join(optimizers.CONFIGS))
+    parser.add_argument("--dtype", type=listed(*optimizers.CONFIGS), help="any of " + ", ".join(optimizers.CONFIGS))
     parser.add_argument("--clip", action="store_true", help="with the norm of all gradients and clipping")
     parser.set_defaults(bench=_bench_optimizers, names=names)
-
-
-def _listed(*choices: str) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated choices."""
-
-    def parse(text: str) -> list[str]:
-        given = [part for part in text.split(",") if part]
-        if unknown := set(given) - set(choices):
-            raise argparse.ArgumentTypeError(f"expected any of {', '.join(choices)}, got {', '.join(unknown)}")
-        return given
-
-    return parse
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def refuse_to_compile_while_capturing(kernels: Iterable[Any]) -> None:
 
 
 def _compile(name: str, compile_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the Triton kernel {name} would have to be compiled while a CUDA graph is captured: call "
             "fusedops.warmup(model, batch) before (for an optimizer: take a step), with the same shapes and dtypes"
