@@ -57,7 +57,8 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
     """Measure the backends for the calls that a training step of ``model`` makes, and use the best from now on.
 
     Runs the step, forward and backward in training mode, a few times. Parameters, gradients, buffers, modes and
-    PyTorch's random numbers are as before afterwards; what else the model's own code keeps is not.
+    PyTorch's random numbers are as before afterwards (which takes memory for a copy of the parameters and buffers);
+    what else the model's own code keeps is not.
 
     Args:
         model: calls fusedops' ops, as after ``fusedops.patch``; where it and the batch are is where is measured.
@@ -150,6 +151,7 @@ def _check(owner: str, model: Any) -> None:
 
 def _step(model: nn.Module, batch: Any) -> None:
     """Run forward and backward, under the caller's autocast as far as that reaches forward."""
+    torch.clear_autocast_cache()  # a step in training has its own block of autocast
     for p in model.parameters():
         p.grad = None
     with torch.enable_grad():
@@ -244,3 +246,4 @@ def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
                     t.data.copy_(value)  # not seen by graphs that the caller keeps
             for t, grad in grads:
                 t.grad = grad
+            torch.clear_autocast_cache()
