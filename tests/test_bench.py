@@ -222,6 +222,16 @@ def test_unknown_models_are_refused(text):
         optimizers.model_shapes(text)
 
 
+def test_the_truth_is_not_rounded_to_the_dtypes_that_results_are_wanted_in():
+    spec = OPS["add_layer_norm"]
+    dtypes = dict.fromkeys(spec.grads, torch.float32)
+    case = Case((4, 8), 1, dtypes, torch.bfloat16, {"residual_dtype": torch.float16})
+    bench = ops._make(spec, case, CPU)
+    assert {t.dtype for t in ops._truth(bench).values()} == {torch.float64}
+    options = ops.Options(CPU, (), (), ops.DIRECTIONS, ["reference"], (), 2, False)
+    assert [record["status"] for record in ops.run_case(spec, case, "", options)] == ["ok", "ok"]
+
+
 def test_timing_on_a_cpu():
     took = timing.measure(timing.prepare(lambda: torch.ones(8), CPU), 7)
     assert took.repeats == 7

@@ -125,6 +125,8 @@ def test_rows_go_to_the_nearer_measurement_and_not_far_beyond() -> None:
 def test_a_row_matches_the_dtypes_that_were_measured_alone() -> None:
     row = dispatch_table.make_row(make_rows([a_cell()])[0], "", "")
     assert row.matches(call())
+    bare = {"input": "float32", "output": "float32"}
+    assert not dispatch_table.make_row(make_rows([replace(a_cell(), arguments=bare)])[0], "", "").matches(call())
     for other in (
         call(rows=1023 * 5), call(rows=200), call(hidden=65), call(dtype=BF16), call(weight=BF16),
         replace(call(), dtypes=call().dtypes[:2] + call().dtypes[3:]), replace(call(), op="rms_norm"),
@@ -412,6 +414,15 @@ def test_a_table_with_backends_that_serve_who_asks_alone_is_ignored(home: Path, 
     ignored("expected native, reference on cpu, got")
 
 
+@pytest.mark.parametrize("device", ["cuda", None])
+def test_a_table_with_rows_for_another_device_is_ignored(home: Path, device: str | None) -> None:
+    stored(a_cell())
+    data = json.loads(tuned_file().read_text())
+    data["rows"][0]["device"] = device
+    tuned_file().write_text(json.dumps(data))
+    ignored("expected native, reference on cpu, got")
+
+
 def test_broken_and_hostile_tables_are_ignored(home: Path) -> None:
     stored(a_cell(), a_cell(rows=100))
     text = tuned_file().read_text()
@@ -500,6 +511,26 @@ def test_two_at_once_add_up(home: Path) -> None:
     assert len(dispatch_table.load_tuned(tuned_file(), machine.facts(CPU))) == 36
 
 
+def test_a_table_is_of_all_cells_also_where_another_is_being_written(home: Path, tmp_path: Path) -> None:
+    store, begun, write = stored(a_cell(rows=1)), tmp_path / "begun", _files.write_text
+
+    def slowly(path: Path, text: str) -> None:
+        begun.touch()
+        time.sleep(0.5)
+        write(path, text)
+
+    def add() -> None:
+        _files.write_text = slowly  # in the child alone
+        store.add(a_cell(rows=100))
+
+    child = start(add)
+    while not begun.exists():
+        time.sleep(0.01)
+    store.add(a_cell(rows=200))
+    assert finish(child) == 0
+    assert len(dispatch_table.load_tuned(tuned_file(), machine.facts(CPU))) == 3
+
+
 def test_of_two_measurements_of_a_cell_the_later_counts(home: Path) -> None:
     store = stored(a_cell(), a_cell(times={"native": (50.0, 1.0), "reference": (20.0, 1.0)}))
     (one,) = store.known().values()
@@ -574,6 +605,7 @@ def test_a_models_calls_are_measured_once_each_and_its_state_is_as_before(
     assert fusedops.explain("layer_norm", x, 16, net.first.weight, net.first.bias).chosen == "reference"
     again = fusedops.tune(net, x)
     assert len(seen) == 2
+    assert [cell.key for cell in again.cells] == [cell.key for cell in report.cells]
     assert again.before_ms == again.after_ms  # no choice has changed
 
 
@@ -644,6 +676,30 @@ def test_a_models_own_loss_is_taken() -> None:
     model = Loss()
     fusedops.warmup(model, torch.randn(2, 8))
     assert torch.equal(model.seen[0], torch.full((2, 8), 3.0))
+
+
+def test_backward_runs_outside_of_autocast() -> None:
+    """As in training, where only forward is within."""
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return grad
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Identity.apply(super().forward(x))
+
+    seen: list[bool] = []
+    with torch.autocast("cpu", BF16):
+        fusedops.warmup(Model(2, 2), torch.ones(2, 2))
+    assert seen == [True, False]
 
 
 def test_warmup_leaves_all_as_it_was(net: Net) -> None:
