@@ -146,8 +146,9 @@ def load_tuned(path: Path, here: machine.Facts) -> tuple[Row, ...]:
 
 
 def automatic(device: str) -> tuple[str, ...]:
-    """Return the backends that may serve calls on a device type without being asked for, in their default order."""
-    return next(row for row in SHIPPED if row.device in (device, None)).backends
+    """Return the backends that may serve calls on a device type without being asked for."""
+    rows = [row for row in SHIPPED if row.device == device] or [row for row in SHIPPED if row.device is None]
+    return tuple(dict.fromkeys(name for row in rows for name in row.backends))
 
 
 def _warn_ignored(path: str, error: Exception) -> None:

@@ -18,8 +18,7 @@ from ..tuning.measure import tune_cells
 from ..tuning.table import Store, as_text
 from . import listed, parse_device
 
-_BUDGET = 300.0
-_WIDTH = 24  # of the progress bar
+_BUDGET = 600.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,19 +80,16 @@ def _tune(args: argparse.Namespace, device: torch.device, store: Store) -> int:
     planned = _cells(args, device)
     status = 0
     try:
-        found = tune_cells(planned, device, store, args.budget, _show_progress)
+        found = tune_cells(planned, device, store, args.budget)
     except KeyboardInterrupt:  # what is there is of use, and a second run goes on
-        found = tune_cells(planned, device, store, 0.0, _show_progress)
+        found = tune_cells(planned, device, store, 0.0)
         status = 130
-    if sys.stderr.isatty():
-        print("\033[K", end="\r", file=sys.stderr)
     if found.measured:
         print(as_text(found.measured))
     if found.not_reached:
         why = "Interrupted" if status else f"The budget of {args.budget:g} s is spent"
-        cell = found.not_reached[0]
         print(f"{why}: {len(found.not_reached)} of {len(planned)} cells were not reached, the first "
-              f"{cell.call.op} {cell.dtypes} {cell.size}. The same command goes on there.")  # fmt: skip
+              f"{found.not_reached[0]}. The same command goes on there.")  # fmt: skip
     if found.measured:
         after = f", after the rows of FUSEDOPS_TABLE={CONFIG.table}" if CONFIG.table else ""
         used = f"to use it: FUSEDOPS_TABLE={store.table}" if args.out else f"used from now on{after}: {store.table}"
@@ -111,9 +107,3 @@ def _cells(args: argparse.Namespace, device: torch.device) -> list[cells.Cell]:
         *cells.op_cells([name for name in args.op if name in OPS], mixes, shapes, device),
         *cells.optimizer_cells([name for name in args.op if name in OPTIMS], configs, device),
     ]
-
-
-def _show_progress(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        bar = "#" * (done * _WIDTH // total)
-        print(f"\033[K[{bar:<{_WIDTH}}] {done}/{total} {what}", end="\r", file=sys.stderr, flush=True)

@@ -33,6 +33,9 @@ class Cell:
     size: str
     case: Case | None = None
 
+    def __str__(self) -> str:
+        return f"{self.call.op} {self.dtypes} {self.size}"
+
 
 def op_cells(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[tuple[int, int]], device: torch.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +13,13 @@ import torch
 from ..bench import ops, optimizers
 from ..bench.records import Record
 from ..dispatch import refusals
-from ..dispatch_table import automatic, dtype_name
+from ..dispatch_table import SHIPPED, automatic, dtype_name
 from ..registry import OPS
 from .cells import Cell
 from .table import Measured, Store
 
 _OP_REPEATS, _OPTIMIZER_REPEATS = 40, 10
-# (cells done, of how many, what is measured now)
-Progress = Callable[[int, int, str], None]
+_BAR = 24  # characters
 clock = time.monotonic
 
 
@@ -31,15 +31,14 @@ class Tuned:
     not_reached: list[Cell]
 
 
-def tune_cells(cells: Sequence[Cell], device: torch.device, store: Store, budget: float, progress: Progress) -> Tuned:
-    """Measure what the store does not have yet, and keep each cell as it comes.
+def tune_cells(cells: Sequence[Cell], device: torch.device, store: Store, budget: float) -> Tuned:
+    """Measure what the store does not have yet, show how far that is, and keep each cell as it comes.
 
     Args:
         cells: in the order of their importance.
         device: where.
         store: keeps what was measured and writes the rows.
         budget: seconds; a cell that would outlast it, judging by the slowest one so far, is not begun.
-        progress: told of each cell as it begins.
     """
     begin, slowest = clock(), 0.0
     known = store.known()
@@ -55,7 +54,7 @@ def tune_cells(cells: Sequence[Cell], device: torch.device, store: Store, budget
         if left <= slowest:
             not_reached.append(cell)
             continue
-        progress(number, len(cells), f"{cell.call.op} {cell.dtypes} {cell.size}")
+        _show(f"[{'#' * (number * _BAR // len(cells)):<{_BAR}}] {number}/{len(cells)} {cell}")
         measured = measure(cell, device, lambda: clock() - begin > budget)
         if measured is None:
             not_reached.append(cell)
@@ -63,9 +62,16 @@ def tune_cells(cells: Sequence[Cell], device: torch.device, store: Store, budget
         slowest = max(slowest, clock() - cell_begin)
         store.add(measured)
         found[key] = known[key] = measured
+    _show("")
     if found:
         store.write()
     return Tuned(list(found.values()), not_reached)
+
+
+def _show(text: str) -> None:
+    """Let a line of a terminal say this."""
+    if sys.stderr.isatty():
+        print(f"\033[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
 def describe(cell: Cell) -> Measured:
@@ -96,7 +102,10 @@ def measure(cell: Cell, device: torch.device, spent: Callable[[], bool]) -> Meas
     Returns:
         Times and, for the backends without, reasons; None where time was up before all were seen.
     """
-    names = [name for name in (*automatic(device.type), "apex") if name != "apex" or not refusals(name, cell.call)]
+    shipped = next(row for row in SHIPPED if row.matches(cell.call))
+    names = list(dict.fromkeys((*shipped.backends, *automatic(device.type))))
+    if "apex" not in names and not refusals("apex", cell.call):
+        names.append("apex")  # for people alone: it has no place in a row
     found: dict[str, list[Record]] = {}
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for record in _run(cell, device, names):

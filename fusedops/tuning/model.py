@@ -100,9 +100,9 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
         here = machine.facts(device)
         if (path := machine.tuned_file(here)) is None:
             raise ValueError("tune: expected a home folder or XDG_CACHE_HOME, to keep the table in")
-        found = tune_cells(cells, device, Store(path, here), budget / len(by_device), lambda *_: None)
+        found = tune_cells(cells, device, Store(path, here), budget / len(by_device))
         measured += found.measured
-        not_reached += [f"{cell.call.op} {cell.dtypes} {cell.size}" for cell in found.not_reached]
+        not_reached += [str(cell) for cell in found.not_reached]
         files.append(str(path))
     dispatch.forget_tuned()
     with _preserved(model, batch):  # whatever was chosen: a distributed model's other processes take as many steps

@@ -5,7 +5,7 @@ geometric middle between two measured numbers of them go to the nearer one; fewe
 count down to a quarter and up to four times. Rows of optimizers speak for any list of tensors.
 
 *What decides*: of forward and backward together the larger of device and host time. Another backend goes before the
-first one of the default order only if it is faster by ``MARGIN``; those that were not right have no place in the row.
+first one of the shipped row only if it is faster by ``MARGIN``; those that were not right have no place in the row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Measured:
         dtypes: for people.
         size: for people.
         date: of the measurement.
-        times: microseconds of device and host, by backend; forward and backward together.
+        times: microseconds of device and host, forward and backward together, by backend in the shipped row's order.
         problems: why other backends have no times.
     """
 
@@ -67,7 +67,7 @@ class Measured:
 
     def order(self) -> tuple[str, ...]:
         """Return the backends of the cell's row, best first; empty where none was right."""
-        order = [name for name in dispatch_table.automatic(self.device) if name in self.times]
+        order = [name for name in self.times if name in dispatch_table.automatic(self.device)]
         if not order:
             return ()
         best = min(order, key=self.cost)
