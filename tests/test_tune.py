@@ -616,7 +616,7 @@ def test_a_models_calls_are_measured_once_each_and_its_state_is_as_before(
     assert report.before_ms > 0
     assert report.after_ms > 0
     assert capsys.readouterr().out.strip() == str(report)
-    assert "ms before" in str(report)
+    assert ("ms saved" in str(report)) == (fusedops.backends("cpu")["native"] is None)  # else nothing changes
     assert fusedops.explain("layer_norm", x, 16, net.first.weight, net.first.bias).chosen == "reference"
     again = fusedops.tune(net, x)
     assert len(seen) == 2

@@ -47,9 +47,9 @@ class TuneReport:
         lines = [as_text(self.cells)] if self.cells else ["No call of this step is chosen for: nothing to measure."]
         lines += [f"not reached within the budget: {text}" for text in self.not_reached]
         saved = self.before_ms - self.after_ms
-        share = 100 * saved / self.before_ms if self.before_ms else 0.0
-        times = f"{self.before_ms:.3f} ms before, {self.after_ms:.3f} ms after"
-        lines.append(f"forward and backward: {times}; saved {saved:.3f} ms, {share:.1f} %")
+        after = f"before, {self.after_ms:.3f} ms after: {saved:.3f} ms saved, {100 * saved / self.before_ms:.1f} %"
+        same = "as before: no choice has changed"
+        lines.append(f"forward and backward: {self.before_ms:.3f} ms {after if saved else same}")
         return "\n".join([*lines, *([f"used from now on: {self.file}"] if self.file else [])])
 
 
