@@ -3,7 +3,8 @@
 # make build   set up everything      make lint, make format   check or set style (lint: types too)
 # make clean   remove what was made here
 #
-# PYTHON, VENV, TORCH, EXTRAS, ARGS (of `fusedops train`), PYTEST_ARGS can be given: make train ARGS="--steps 50".
+# PYTHON, VENV, TORCH, EXTRAS, ARGS (of `fusedops train`), PYTEST_ARGS, WORKERS (test processes; one a core, but one alone
+# where there is a GPU) can be given: make train ARGS="--steps 50".
 # A torch >= 2.11 that PYTHON already has is used as it is, unless PYTHON is a virtual environment's own, which VENV can't
 # see; else one is installed into VENV.
 
@@ -39,11 +40,16 @@ build: $(BUILT)
 train: $(BUILT)
 	$(VENV)/bin/fusedops train $(ARGS)
 
+# By whole files: what a file's tests share is made once. With two threads each, so that work is cut between threads.
+WORKERS ?= $(shell $(HAS_GPU) && echo 0 || echo auto)
+PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+
 # Triton reads TRITON_INTERPRET when it is imported, so its kernels need a process of their own to run on a CPU.
+test: export OMP_NUM_THREADS ?= 2
 test: $(BUILT)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 	@if $(PY) -c 'import triton' 2>/dev/null; then set -x; \
-		TRITON_INTERPRET=1 $(PY) -m pytest $(PYTEST_ARGS) -k triton --device cpu --require triton; fi
+		TRITON_INTERPRET=1 $(PYTEST) -k triton --device cpu --require triton; fi
 
 lint: $(VENV)/lint
 	$(PY) -m ruff check .
