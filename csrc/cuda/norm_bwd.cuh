@@ -75,8 +75,7 @@ __device__ inline void store_vector(acc_t* p, const acc_t (&x)[kN]) {
 #pragma unroll
   for (int part = 0; part < kN / kPart; ++part) {
     Vec<acc_t, kPart> v;
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) v.v[j] = x[part * kPart + j];
+    memcpy(&v, x + part * kPart, sizeof v);
     store(p + part * kPart, v);
   }
 }
@@ -87,8 +86,7 @@ __device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
 #pragma unroll
   for (int part = 0; part < kN / kPart; ++part) {
     const auto v = load<Vec<acc_t, kPart>>(p + part * kPart);
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) out[part * kPart + j] = v.v[j];
+    memcpy(out + part * kPart, &v, sizeof v);
   }
 }
 
@@ -144,13 +142,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   };
   const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
   const auto load_dy = [&](int stage, int q, int i, acc_t(&d)[kVec]) {
-    const auto dy = load<DyVec>(dy_slot(stage, q, i));
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) d[j] = widen(dy.v[j]);
-    if (!kAdd || !p.n.post_norm) return;
-    const auto more = load<XVec>(dsum_slot(stage, q, i));
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) d[j] += widen(more.v[j]);
+    widen(load<DyVec>(dy_slot(stage, q, i)), d);
+    if (kAdd && p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), d);
   };
 
   const int step = gridDim.x * blockDim.y * kRows;
@@ -246,13 +239,13 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       if (q < tile_rows) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-          const auto x = load<XVec>(x_slot(stage, q, i));
-          acc_t d[kVec], w[kVec];
+          acc_t x[kVec], d[kVec], w[kVec];
+          widen(load<XVec>(x_slot(stage, q, i)), x);
           load_dy(stage, q, i, d);
           load_shared(weight + column(i), w);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
-            const acc_t xhat = (widen(x.v[j]) - mean[q]) * rstd[q];
+            const acc_t xhat = (x[j] - mean[q]) * rstd[q];
             const acc_t g = d[j] * w[j];
             dweight[i][j] += d[j] * xhat;
             if constexpr (!kRms) dbias[i][j] += d[j];
@@ -274,21 +267,17 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
           const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
 #pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
-            const auto x = load<XVec>(x_slot(stage, q, i));
-            acc_t w[kVec], dx[kVec];
+            acc_t x[kVec], w[kVec], dx[kVec];
+            widen(load<XVec>(x_slot(stage, q, i)), x);
             load_dy(stage, q, i, dx);
             load_shared(weight + column(i), w);
 #pragma unroll
             for (int j = 0; j < kVec; ++j) {
-              dx[j] = rstd[q] * (dx[j] * w[j] - mean_g - (widen(x.v[j]) - mean[q]) * slope);
+              dx[j] = rstd[q] * (dx[j] * w[j] - mean_g - (x[j] - mean[q]) * slope);
             }
             if (column(i) >= p.hidden) continue;
             if constexpr (kAdd) {
-              if (p.n.dsum && !p.n.post_norm) {
-                const auto dsum = load<XVec>(dsum_slot(stage, q, i));
-#pragma unroll
-                for (int j = 0; j < kVec; ++j) dx[j] += widen(dsum.v[j]);
-              }
+              if (p.n.dsum && !p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), dx);
               store_summands(p, row + q, column(i), true, dx);
             } else {
               XVec out;
@@ -376,13 +365,10 @@ __global__ void __launch_bounds__(kWarp* kRows, 1) norm_bwd_finish_kernel(const 
 // kN elements of a row's dy, with what post-norm mode adds; zero past the row's end.
 template <class x_t, class dy_t, int kN, class acc_t>
 __device__ inline void load_dy(const BwdParams& p, int64_t row, int col, int left, acc_t (&d)[kN]) {
-  const auto dy = load_row<dy_t, kN>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned);
-#pragma unroll
-  for (int j = 0; j < kN; ++j) d[j] = widen(dy.v[j]);
+  widen(load_row<dy_t, kN>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned), d);
   if (!p.n.post_norm) return;
-  const auto more = load_row<x_t, kN>(static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride, col, left, p.aligned);
-#pragma unroll
-  for (int j = 0; j < kN; ++j) d[j] += widen(more.v[j]);
+  const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
+  add_widened(load_row<x_t, kN>(dsum_row, col, left, p.aligned), d);
 }
 
 // dx of rows that are wider than the registers of a block, or not aligned: one block a row, which it reads twice.
@@ -402,13 +388,13 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
     const auto read = [&](int i, acc_t(&xhat)[kVec], acc_t(&g)[kVec]) {
       const int col = i * kVec, left = p.hidden - col;
-      const auto x = load_row<x_t, kVec>(x_row, col, left, p.aligned);
+      widen(load_row<x_t, kVec>(x_row, col, left, p.aligned), xhat);
       load_dy<x_t, dy_t>(p, row, col, left, g);
       acc_t w[kVec];
       if (p.n.weight) load_param(p.n.weight, p.n.weight_dtype, col, left, p.aligned, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        xhat[j] = (widen(x.v[j]) - mean) * rstd;
+        xhat[j] = (xhat[j] - mean) * rstd;
         if (p.n.weight) g[j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
       }
     };
@@ -445,9 +431,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
       }
       if (p.n.dsum && !p.n.post_norm) {
         const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
-        const auto dsum = load_row<x_t, kVec>(dsum_row, col, left, p.aligned);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) g[j] += widen(dsum.v[j]);
+        add_widened(load_row<x_t, kVec>(dsum_row, col, left, p.aligned), g);
       }
       store_summands(p, row, col, p.aligned, g);
     }
@@ -466,14 +450,14 @@ __global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel
   ExactSum<acc_t> dweight[kVec], dbias[kVec];
 #pragma unroll 2
   for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < p.n.rows; row += gridDim.y * kColumnRows) {
-    const auto x = load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned);
-    acc_t dy[kVec];
+    acc_t x[kVec], dy[kVec];
+    widen(load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned), x);
     load_dy<x_t, dy_t>(p, row, col, left, dy);
     const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      dweight[j].add(dy[j] * ((widen(x.v[j]) - mean) * rstd));
+      dweight[j].add(dy[j] * ((x[j] - mean) * rstd));
       if constexpr (!kRms) dbias[j].add(dy[j]);
     }
   }

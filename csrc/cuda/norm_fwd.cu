@@ -29,9 +29,11 @@ bool is_aligned(const NormFwd& n) {
 }
 
 // Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle; six where
-// two rows fit an SM with six but not with four (fp32 12288: 86 % of the copy, 76 % with four; H200).
-int vectors_a_thread(int vecs, int most, int threads) {
+// two rows fit an SM with six but not with four (fp32 12288: 86 % of the copy, 76 % with four). Sums, of two vectors
+// each, rather two (bf16 2048: 96 %, 93 with four). H200.
+int vectors_a_thread(int vecs, int most, int threads, bool sums) {
   const int whole_warps = (vecs + kWarp - 1) / kWarp;
+  if (sums && whole_warps > 3 && vecs <= 2 * threads) return 2;
   if (whole_warps <= 4) return whole_warps;
   if (vecs > 4 * 512 && vecs <= most * 512) return most;
   return vecs % (3 * kWarp) == 0 && vecs % (4 * kWarp) != 0 && vecs / 3 <= threads ? 3 : 4;
@@ -43,7 +45,7 @@ bool launch_rows(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
   const int hidden = static_cast<int>(n.hidden);
   const auto grid_for = [&](int rows) { return (n.rows + rows - 1) / rows; };
   const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
-  const int held = vectors_a_thread(vecs, kFwdVecs<Row>, kFwdThreads<Row>);
+  const int held = vectors_a_thread(vecs, kFwdVecs<Row>, kFwdThreads<Row>, Row::kStores);
   const int threads = round_up((vecs + held - 1) / held, kWarp);
   const int rows = threads == kWarp ? kNarrowRows : 1;
   const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);
@@ -81,14 +83,18 @@ cudaError_t launch_norm(const NormFwd& n, cudaStream_t stream) {
 // residual stream, or fp32 throughout. Any other mix takes the wide kernel.
 template <class x_t, class y_t, bool kRms>
 cudaError_t launch_sum(const NormFwd& n, cudaStream_t stream) {
-  cudaError_t status;
+  cudaError_t status = cudaSuccess;
   if constexpr (std::is_same_v<x_t, y_t> && sizeof(x_t) != 8) {
-    if (n.residual_dtype == n.sum_dtype) {
-      if (n.sum_dtype == n.x_dtype && launch_rows<SumRow<x_t, x_t, y_t>, kRms>(n, stream, status)) return status;
+    const bool served = with_bool(n.dropout.seed != nullptr, [&](auto dropout) {
+      constexpr bool kDropout = decltype(dropout)::value;
+      if (n.residual_dtype != n.sum_dtype) return false;
+      if (n.sum_dtype == n.x_dtype) return launch_rows<SumRow<x_t, x_t, y_t, kDropout>, kRms>(n, stream, status);
       if constexpr (sizeof(x_t) == 2) {
-        if (n.sum_dtype == DType::f32 && launch_rows<SumRow<x_t, float, y_t>, kRms>(n, stream, status)) return status;
+        if (n.sum_dtype == DType::f32) return launch_rows<SumRow<x_t, float, y_t, kDropout>, kRms>(n, stream, status);
       }
-    }
+      return false;
+    });
+    if (served) return status;
   }
   return launch_wide<MixedSumRow<acc_of<x_t>, y_t>, kRms>(n, stream);
 }

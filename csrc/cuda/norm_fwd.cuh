@@ -30,6 +30,9 @@ struct FwdParams {
 
 __device__ inline float inverse_sqrt(float x) { return rsqrtf(x); }
 __device__ inline double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
+// Of a warp's count, to make a mean that squares are summed about; an exact division in fp32 is a call.
+__device__ inline float quick_inverse(float x) { return __fdividef(1.0f, x); }
+__device__ inline double quick_inverse(double x) { return 1.0 / x; }
 
 template <bool kRms, class acc_t>
 __device__ inline void write_stats(const FwdParams& p, int64_t row, acc_t mean, acc_t rstd) {
@@ -100,15 +103,14 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
   acc_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const auto x = source.take(loaded[i], first + i * kApart, valid(i));
+    widen(source.take(loaded[i], first + i * kApart, valid(i)), c[i]);
+    if constexpr (!kRms) {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      c[i][j] = widen(x.v[j]);
-      if constexpr (!kRms) sum += c[i][j];
+      for (int j = 0; j < kVec; ++j) sum += c[i][j];
     }
   }
   acc_t mean = 0, squares = 0, shift = 0;
-  if constexpr (!kRms) mean = warp_sum(sum) * (acc_t(1) / max(count(warp), 1));
+  if constexpr (!kRms) mean = warp_sum(sum) * quick_inverse(acc_t(max(count(warp), 1)));
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (valid(i)) {
@@ -225,11 +227,12 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     if (p.staged || !kRms || Row::kStores) {
 #pragma unroll 2
       for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-        const Kept x = source.read(i * kVec, p.hidden - i * kVec, p.aligned);
-        if (p.staged) stage[i] = x;
-        acc_t part = 0;
+        const Kept kept = source.read(i * kVec, p.hidden - i * kVec, p.aligned);
+        if (p.staged) stage[i] = kept;
+        acc_t x[kVec], part = 0;
+        widen(kept, x);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) part += widen(x.v[j]);
+        for (int j = 0; j < kVec; ++j) part += x[j];
         sum.add(part);
       }
     }
@@ -237,10 +240,10 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     ExactSum<acc_t> squares, rest;
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-      const Kept x = read(i);
-      acc_t part = 0, off = 0;
+      acc_t x[kVec], part = 0, off = 0;
+      widen(read(i), x);
       for_valid<kVec>(p.hidden - i * kVec, [&](int j) {
-        const acc_t d = widen(x.v[j]) - mean;
+        const acc_t d = x[j] - mean;
         part += d * d;
         off += d;
       });
@@ -258,10 +261,10 @@ __global__ void __launch_bounds__(1024, 1) norm_fwd_wide_kernel(const FwdParams 
     write_stats<kRms>(p, row, mean, rstd);
 #pragma unroll 2
     for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
-      const Kept x = read(i);
       acc_t centred[kVec];
+      widen(read(i), centred);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) centred[j] = widen(x.v[j]) - mean;
+      for (int j = 0; j < kVec; ++j) centred[j] -= mean;
       write_y(p, y_row, i * kVec, rstd, centred);
       if constexpr (Row::kStores) source.store_again(centred, i * kVec, p.hidden - i * kVec, p.aligned);
     }

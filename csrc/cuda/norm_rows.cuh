@@ -28,17 +28,17 @@ struct InputRow {
   const x_t* x;  // [hidden]
 
   __device__ InputRow(const NormFwd& n, int64_t row) : x(static_cast<const x_t*>(n.x) + row * n.x_stride) {}
-  __device__ Loaded load(int col) const { return load_once<Loaded>(x + col); }
+  __device__ Loaded load(int col) const { return load_row_vector<Loaded>(x + col); }
   __device__ Kept take(const Loaded& loaded, int, bool) const { return loaded; }
   __device__ Kept read(int col, int left, bool aligned) const { return load_row<x_t, kVec>(x, col, left, aligned); }
   __device__ Kept read_again(int col, int left, bool aligned) const { return read(col, left, aligned); }
 };
 
 // kN of the numbers residual + dropout(x), before they are rounded.
-template <int kN, class acc_t>
+template <bool kDropout, int kN, class acc_t>
 __device__ inline void add_residual(const NormFwd& n, int64_t row, int col, acc_t (&x)[kN],
                                     const acc_t (&residual)[kN]) {
-  if (n.dropout.seed) {
+  if (kDropout && n.dropout.seed) {
     acc_t factor[kN];
     dropout_factors(n.dropout, row, col, factor);
 #pragma unroll
@@ -48,8 +48,9 @@ __device__ inline void add_residual(const NormFwd& n, int64_t row, int col, acc_
   for (int j = 0; j < kN; ++j) x[j] += residual[j];
 }
 
-// The rows of an add + norm whose residual and sum are of one dtype.
-template <class x_t, class residual_t, class y_type>
+// The rows of an add + norm whose residual and sum are of one dtype. Random bits take registers, so rows without
+// dropout do without the code.
+template <class x_t, class residual_t, class y_type, bool kDropout>
 struct SumRow {
   using acc_t = acc_of<x_t>;
   using y_t = y_type;
@@ -68,17 +69,14 @@ struct SumRow {
   __device__ SumRow(const NormFwd& n, int64_t row) : n(n), row(row) {}
   __device__ Loaded load(int col) const {
     return {
-        load_once<Vec<x_t, kVec>>(static_cast<const x_t*>(n.x) + row * n.x_stride + col),
-        load_once<Vec<residual_t, kVec>>(static_cast<const residual_t*>(n.residual) + row * n.residual_stride + col)};
+        load_row_vector<Vec<x_t, kVec>>(static_cast<const x_t*>(n.x) + row * n.x_stride + col),
+        load_row_vector<Vec<residual_t, kVec>>(static_cast<const residual_t*>(n.residual) + row * n.residual_stride + col)};
   }
   __device__ Kept take(const Loaded& loaded, int col, bool valid) const {
     acc_t x[kVec], residual[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      x[j] = widen(loaded.x.v[j]);
-      residual[j] = widen(loaded.residual.v[j]);
-    }
-    if (valid) add_residual(n, row, col, x, residual);
+    widen(loaded.x, x);
+    widen(loaded.residual, residual);
+    if (valid) add_residual<kDropout>(n, row, col, x, residual);
     Kept sum;
     narrow(x, sum);
     if (valid && n.sum != n.residual_out) store(static_cast<residual_t*>(n.sum) + row * n.hidden + col, sum);
@@ -106,19 +104,22 @@ struct MixedSumRow {
 
   __device__ MixedSumRow(const NormFwd& n, int64_t row) : n(n), row(row) {}
   __device__ Kept read(int col, int left, bool aligned) const {
-    acc_t residual[kVec];
-    Kept x;
-    load_param(row_at(n.x, n.x_dtype, row * n.x_stride), n.x_dtype, col, left, aligned, x.v);
+    acc_t x[kVec], residual[kVec];
+    load_param(row_at(n.x, n.x_dtype, row * n.x_stride), n.x_dtype, col, left, aligned, x);
     load_param(row_at(n.residual, n.residual_dtype, row * n.residual_stride), n.residual_dtype, col, left, aligned,
                residual);
-    add_residual(n, row, col, x.v, residual);
-    store_rounded(n.sum, n.sum_dtype, row * n.hidden + col, left, aligned, x.v);
-    return x;
+    add_residual<true>(n, row, col, x, residual);
+    store_rounded(n.sum, n.sum_dtype, row * n.hidden + col, left, aligned, x);
+    Kept kept;
+    narrow(x, kept);
+    return kept;
   }
   __device__ Kept read_again(int col, int left, bool aligned) const {
-    Kept x;
-    load_param(row_at(n.sum, n.sum_dtype, row * n.hidden), n.sum_dtype, col, left, aligned, x.v);
-    return x;
+    acc_t x[kVec];
+    load_param(row_at(n.sum, n.sum_dtype, row * n.hidden), n.sum_dtype, col, left, aligned, x);
+    Kept kept;
+    narrow(x, kept);
+    return kept;
   }
   __device__ void store_again(acc_t (&y)[kVec], int col, int left, bool aligned) const {
     if (n.residual_out) store_rounded(n.residual_out, n.sum_dtype, row * n.hidden + col, left, aligned, y);

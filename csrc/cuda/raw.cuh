@@ -9,16 +9,9 @@
 #include <cstring>
 
 #include "../dtype.h"
+#include "vec.cuh"
 
 namespace fusedops::cuda {
-
-template <class To, class From>
-__device__ __forceinline__ To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
 
 // kVec elements as loaded: loads are issued for all tensors before the first conversion waits for one of them.
 template <int kVec>

@@ -357,6 +357,7 @@ void __stcs(T* p, const T& v) {
   *p = v;
 }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 
 // ---- csrc/cuda/ptx.cuh ----------------------------------------------------------------------------------------------
 
@@ -371,6 +372,11 @@ void start_copy(void* shared, const void* global) {
     emulator::fail("a copy of " + std::to_string(kBytes) + " bytes is not aligned");
   }
   emulator::fiber->copies.back().push_back({shared, global, kBytes});
+}
+
+template <class Raw>
+void load_in_place(Raw& v, const void* global) {
+  v = *static_cast<const Raw*>(global);
 }
 
 template <class Raw>
