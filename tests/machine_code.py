@@ -47,8 +47,8 @@ def bits(mnemonic: str) -> int:
 
 
 def widths(accesses: Counter[str], kind: str) -> Counter[int]:
-    """How many accesses of each width: `load`, `stream` (an evict-first load), `copy` (to shared memory), `store`."""
-    patterns = {"load": r"LDG\.", "stream": r"LDG\..*EF\b", "copy": r"LDGSTS\.", "store": r"STG\."}
+    """How many accesses of each width: `load`, `stream` (of what is read once), `copy` (to shared memory), `store`."""
+    patterns = {"load": r"LDG\.", "stream": r"LDG\..*LTC128B\b", "copy": r"LDGSTS\.", "store": r"STG\."}
     found: Counter[int] = Counter()
     for mnemonic, count in accesses.items():
         if re.match(patterns[kind], mnemonic):

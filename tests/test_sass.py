@@ -1,8 +1,8 @@
 """Reads the machine code of the CUDA kernels: rows move 16 bytes at a time, and nothing is kept in local memory.
 
 nvcc compiles a few kernels for one architecture; a disassembler (of the toolkit, or the one that comes with Triton)
-lists their instructions. Row data is told from parameters and statistics by how it is accessed: it is loaded with the
-evict-first policy, or copied to shared memory, and stored in vectors.
+lists their instructions. Row data is told from parameters and statistics by how it is accessed: it is loaded with a
+hint that its neighbours follow, or copied to shared memory, and stored in vectors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ template __global__ void norm_bwd_kernel<float, float, true, false, 16, 1>(BwdPa
 template __global__ void norm_bwd_kernel<float, bf16, false, false, 8, 2>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<bf16, bf16, false>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<float, float, true>(BwdParams);
-template __global__ void norm_fwd_kernel<SumRow<bf16, bf16, bf16>, false, 4>(FwdParams);
-template __global__ void norm_fwd_kernel<SumRow<bf16, float, bf16>, true, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<SumRow<bf16, bf16, bf16, false>, false, 2>(FwdParams);
+template __global__ void norm_fwd_kernel<SumRow<bf16, float, bf16, true>, true, 4>(FwdParams);
 template __global__ void norm_bwd_kernel<bf16, bf16, false, true, 8, 2>(BwdParams);
 template __global__ void norm_bwd_columns_kernel<float, float, false>(BwdParams);
 }
@@ -134,8 +134,8 @@ def test_wide_rows_have_a_path_of_whole_vectors(kernels, kernel):
 
 # Bits of a vector of input, residual, sum and y.
 SUMS = {
-    "norm_fwd_kernel<SumRow<bf16, bf16, bf16>, false, 4>": ({128}, {128}),
-    "norm_fwd_kernel<SumRow<bf16, float, bf16>, true, 4>": ({64, 128}, {64, 128}),
+    "norm_fwd_kernel<SumRow<bf16, bf16, bf16, false>, false, 2>": ({128}, {128}),
+    "norm_fwd_kernel<SumRow<bf16, float, bf16, true>, true, 4>": ({64, 128}, {64, 128}),
 }
 
 

@@ -29,7 +29,7 @@ struct BwdParams {
   int hidden;
   float inverse_hidden;
   bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
-  int stages;        // tiles in shared memory a group, 1 to 4
+  int stages;        // tiles in shared memory a group, 1 or 2
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
 };
 
@@ -59,15 +59,6 @@ struct BwdSmem {
     return weight_bytes() + groups * (ring > sums ? ring : sums);
   }
 };
-
-__device__ inline void wait_for_copies(int pending) {
-  switch (pending) {
-    case 0: return wait_copies<0>();
-    case 1: return wait_copies<1>();
-    case 2: return wait_copies<2>();
-    default: return wait_copies<3>();
-  }
-}
 
 template <int kN, class acc_t>
 __device__ inline void store_vector(acc_t* p, const acc_t (&x)[kN]) {
@@ -141,9 +132,17 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     return reinterpret_cast<XVec*>(base) + q * slots + slot + i * kWarp;
   };
   const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
-  const auto load_dy = [&](int stage, int q, int i, acc_t(&d)[kVec]) {
-    widen(load<DyVec>(dy_slot(stage, q, i)), d);
-    if (kAdd && p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), d);
+  // The elements of a vector of dy, by index: converted where they are used, or registers spill.
+  const auto load_dy = [&](int stage, int q, int i) {
+    const auto dy = load<DyVec>(dy_slot(stage, q, i));
+    if constexpr (kAdd) {
+      acc_t d[kVec];
+      widen(dy, d);
+      if (p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), d);
+      return [d](int j) { return d[j]; };
+    } else {
+      return [dy](int j) { return element(dy, j); };
+    }
   };
 
   const int step = gridDim.x * blockDim.y * kRows;
@@ -173,6 +172,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     }
     commit_copies();
   };
+  const auto wait_ahead = [&] { p.stages == 1 ? wait_copies<0>() : wait_copies<1>(); };
   const auto load_stats = [&](int64_t row, acc_t(&mean)[kRows], acc_t(&rstd)[kRows]) {
     const int left_rows = rows_left(row);
 #pragma unroll
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   }
   commit_copies();
   for (int ahead = 0; ahead + 1 < p.stages; ++ahead) fetch_tile(first + static_cast<int64_t>(ahead) * step, ahead);
-  wait_for_copies(p.stages - 1);
+  wait_ahead();
   __syncthreads();
   for (int col = group * blockDim.x + threadIdx.x; col < layout.cols; col += blockDim.x * blockDim.y) {
     acc_t w = 0;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     fetch_tile(row + static_cast<int64_t>(p.stages - 1) * step, refill);
     acc_t next_mean[kRows], next_rstd[kRows];
     load_stats(row + step, next_mean, next_rstd);
-    wait_for_copies(p.stages - 1);
+    wait_ahead();
 
     acc_t sums[kSums] = {};
 #pragma unroll
@@ -239,16 +239,16 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       if (q < tile_rows) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-          acc_t x[kVec], d[kVec], w[kVec];
-          widen(load<XVec>(x_slot(stage, q, i)), x);
-          load_dy(stage, q, i, d);
+          const auto x = load<XVec>(x_slot(stage, q, i));
+          const auto dy = load_dy(stage, q, i);
+          acc_t w[kVec];
           load_shared(weight + column(i), w);
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
-            const acc_t xhat = (x[j] - mean[q]) * rstd[q];
-            const acc_t g = d[j] * w[j];
-            dweight[i][j] += d[j] * xhat;
-            if constexpr (!kRms) dbias[i][j] += d[j];
+            const acc_t xhat = (element(x, j) - mean[q]) * rstd[q];
+            const acc_t d = dy(j), g = d * w[j];
+            dweight[i][j] += d * xhat;
+            if constexpr (!kRms) dbias[i][j] += d;
             sums[q] += g * xhat;
             if constexpr (!kRms) sums[kRows + q] += g;
           }
@@ -267,13 +267,13 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
           const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
 #pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
-            acc_t x[kVec], w[kVec], dx[kVec];
-            widen(load<XVec>(x_slot(stage, q, i)), x);
-            load_dy(stage, q, i, dx);
+            const auto x = load<XVec>(x_slot(stage, q, i));
+            const auto dy = load_dy(stage, q, i);
+            acc_t w[kVec], dx[kVec];
             load_shared(weight + column(i), w);
 #pragma unroll
             for (int j = 0; j < kVec; ++j) {
-              dx[j] = rstd[q] * (dx[j] * w[j] - mean_g - (x[j] - mean[q]) * slope);
+              dx[j] = rstd[q] * (dy(j) * w[j] - mean_g - (element(x, j) - mean[q]) * slope);
             }
             if (column(i) >= p.hidden) continue;
             if constexpr (kAdd) {

@@ -68,9 +68,9 @@ struct SumRow {
 
   __device__ SumRow(const NormFwd& n, int64_t row) : n(n), row(row) {}
   __device__ Loaded load(int col) const {
-    return {
-        load_row_vector<Vec<x_t, kVec>>(static_cast<const x_t*>(n.x) + row * n.x_stride + col),
-        load_row_vector<Vec<residual_t, kVec>>(static_cast<const residual_t*>(n.residual) + row * n.residual_stride + col)};
+    return {load_row_vector<Vec<x_t, kVec>>(static_cast<const x_t*>(n.x) + row * n.x_stride + col),
+            load_row_vector<Vec<residual_t, kVec>>(static_cast<const residual_t*>(n.residual) +
+                                                   row * n.residual_stride + col)};
   }
   __device__ Kept take(const Loaded& loaded, int col, bool valid) const {
     acc_t x[kVec], residual[kVec];

@@ -19,18 +19,22 @@ struct Raw {
   uint32_t word[kVec];  // 16-bit elements fill the first half
 };
 
+// Neither loads nor stores are marked as first to leave the cache, though each byte is used once: marked, AdamW ran at
+// 92 % of the copy, unmarked at 95 (fp32, GPT-2 124M; H200).
 template <int kVec>
 __device__ __forceinline__ Raw<kVec> load_raw(const void* base, int64_t i, DType dtype) {
   static_assert(kVec == 4 || kVec == 8);
   Raw<kVec> raw;
+  uint4 q;
   if (kVec == 8) {  // 16-bit only
-    const uint4 q = __ldcs(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + i));
+    load_in_place(q, static_cast<const uint16_t*>(base) + i);
     raw.word[0] = q.x, raw.word[1] = q.y, raw.word[2] = q.z, raw.word[3] = q.w;
   } else if (dtype == DType::f32) {
-    const uint4 q = __ldcs(reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(base) + i));
+    load_in_place(q, static_cast<const uint32_t*>(base) + i);
     raw.word[0] = q.x, raw.word[1] = q.y, raw.word[2] = q.z, raw.word[3] = q.w;
   } else {
-    const uint2 d = __ldcs(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(base) + i));
+    uint2 d;
+    load_in_place(d, static_cast<const uint16_t*>(base) + i);
     raw.word[0] = d.x, raw.word[1] = d.y;
   }
   return raw;
@@ -39,13 +43,11 @@ __device__ __forceinline__ Raw<kVec> load_raw(const void* base, int64_t i, DType
 template <int kVec>
 __device__ __forceinline__ void store_raw(void* base, int64_t i, DType dtype, const Raw<kVec>& raw) {
   if (kVec == 8) {
-    __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + i),
-           make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+    store_whole(static_cast<uint16_t*>(base) + i, make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
   } else if (dtype == DType::f32) {
-    __stcs(reinterpret_cast<uint4*>(static_cast<uint32_t*>(base) + i),
-           make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+    store_whole(static_cast<uint32_t*>(base) + i, make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
   } else {
-    __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(base) + i), make_uint2(raw.word[0], raw.word[1]));
+    store_whole(static_cast<uint16_t*>(base) + i, make_uint2(raw.word[0], raw.word[1]));
   }
 }
 

@@ -48,8 +48,8 @@ struct Word<4> {
   using type = unsigned int;
 };
 
-// Words, not elements: of elements of 16 bits the compiler keeps each in a register of its own, and takes an instruction
-// more to take it out of its word and to put it back.
+// Words, not elements: of elements of 16 bits the compiler keeps each in a register of its own, and takes an
+// instruction more to take it out of its word and to put it back.
 template <class T, int kN>
 struct alignas(sizeof(T) * kN) Vec {
   static_assert(sizeof(T) * kN <= 16, "one access moves at most 16 bytes");
@@ -73,10 +73,25 @@ __device__ inline void narrow(double x, double& y) { y = x; }
 __device__ inline void narrow(float x, __half& y) { y = __float2half_rn(x); }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 
-__device__ inline float2 widen_pair(unsigned word, __nv_bfloat16) {
-  return {bit_cast<float>(word << 16), bit_cast<float>(word & 0xffff0000u)};
+__device__ inline float half_of_word(unsigned word, bool high, __nv_bfloat16) {
+  return bit_cast<float>(high ? word & 0xffff0000u : word << 16);
 }
-__device__ inline float2 widen_pair(unsigned word, __half) { return __half22float2(bit_cast<__half2>(word)); }
+__device__ inline float half_of_word(unsigned word, bool high, __half) {
+  const __half2 pair = bit_cast<__half2>(word);
+  return high ? __high2float(pair) : __low2float(pair);
+}
+
+// Element j, in the type that is reckoned in.
+template <class T, int kN>
+__device__ inline acc_of<T> element(const Vec<T, kN>& v, int j) {
+  if constexpr (sizeof(T) == 2) {
+    return half_of_word(v.words[j / 2], j % 2, T());
+  } else {
+    acc_of<T> x;
+    memcpy(&x, v.words + j * sizeof(T) / 4, sizeof x);
+    return x;
+  }
+}
 
 __device__ inline unsigned narrow_pair(float low, float high, __nv_bfloat16) {
   return bit_cast<unsigned>(__floats2bfloat162_rn(low, high));
@@ -87,24 +102,14 @@ __device__ inline unsigned narrow_pair(float low, float high, __half) {
 
 template <class T, int kN>
 __device__ inline void widen(const Vec<T, kN>& v, acc_of<T> (&x)[kN]) {
-  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int j = 0; j < kN / 2; ++j) {
-      const float2 pair = widen_pair(v.words[j], T());
-      x[2 * j] = pair.x;
-      x[2 * j + 1] = pair.y;
-    }
-  } else {
-    memcpy(x, &v, sizeof v);
-  }
+  for (int j = 0; j < kN; ++j) x[j] = element(v, j);
 }
 
 template <class T, int kN>
 __device__ inline void add_widened(const Vec<T, kN>& v, acc_of<T> (&x)[kN]) {
-  acc_of<T> more[kN];
-  widen(v, more);
 #pragma unroll
-  for (int j = 0; j < kN; ++j) x[j] += more[j];
+  for (int j = 0; j < kN; ++j) x[j] += element(v, j);
 }
 
 template <class T, int kN>
@@ -125,8 +130,8 @@ __device__ inline V load(const void* p) {
 }
 
 // Of a row that is read once. Kept where it stands, so that all of a thread's loads are under way before the first is
-// waited for. Marked as first to leave the cache, rows came slower: fp32 90 % of the copy at 4096 columns instead of 93,
-// sums of bf16 88 instead of 92 (H200).
+// waited for. Marked as first to leave the cache, rows came slower: fp32 90 % of the copy at 4096 columns instead of
+// 93, sums of bf16 88 instead of 92 (H200).
 template <class V>
 __device__ inline V load_row_vector(const void* p) {
   typename V::Raw raw;

@@ -348,14 +348,6 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
-template <class T>
-T __ldcs(const T* p) {
-  return *p;
-}
-template <class T>
-void __stcs(T* p, const T& v) {
-  *p = v;
-}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
