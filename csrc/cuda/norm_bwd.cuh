@@ -37,8 +37,7 @@ struct BwdParams {
 template <class x_t, class dy_t, bool kAdd, int kElems>
 constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
                                : kElems == 8                    ? (std::is_same_v<x_t, dy_t> && !kAdd ? 1024 : 768)
-                               : sizeof(x_t) == sizeof(dy_t)    ? 384
-                                                                : 320;
+                                                                : 384;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols]
