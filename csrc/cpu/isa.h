@@ -6,6 +6,7 @@
 namespace fusedops::cpu {
 
 enum class Isa { base, avx2, avx512 };
+constexpr int kBaseBytes = 16, kAvx2Bytes = 32, kAvx512Bytes = 64;  // of a vector register
 
 Isa active_isa();
 
