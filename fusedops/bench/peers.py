@@ -208,6 +208,8 @@ def _apex_adam(params: Sequence[Tensor], reference: Any, state_dtype: torch.dtyp
                hyper: dict[str, Any]) -> Stepper:  # fmt: skip
     """Call Apex's kernels as its FusedAdam does; with masters, its capturable kernel, the only one that has them."""
     amp_C = importlib.import_module("amp_C")
+    if params[0].device.type != "cuda":
+        raise NotServed("its kernels are for CUDA devices")
     if state_dtype is not torch.float32 or clip is not None:
         raise NotServed("Apex's Adam keeps fp32 state and does not clip")
     moments = [[torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(2)]

@@ -164,9 +164,11 @@ def _build_facts() -> dict[str, str]:
 def _table_source() -> str:
     from fusedops.dispatch_table import load, tuned
 
-    device = ("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else ("cpu", -1)
+    devices = [("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     *given, shipped = dict.fromkeys(row.source for row in load(CONFIG.table))
-    here = dict.fromkeys(row.source for rows in tuned(*device).values() for row in rows)
+    here = dict.fromkeys(
+        row.source for device in [*devices, ("cpu", -1)] for rows in tuned(*device).values() for row in rows
+    )
     return ", then ".join([*given, *here, shipped])
 
 

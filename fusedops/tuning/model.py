@@ -100,7 +100,8 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
         here = machine.facts(device)
         if (path := machine.tuned_file(here)) is None:
             raise ValueError("tune: expected a home folder or XDG_CACHE_HOME, to keep the table in")
-        found = tune_cells(cells, device, Store(path, here), budget / len(by_device))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # samples are drawn at random
+            found = tune_cells(cells, device, Store(path, here), budget / len(by_device))
         measured += found.measured
         not_reached += [str(cell) for cell in found.not_reached]
         files.append(str(path))
