@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fusedops import backends, dispatch, dispatch_table, machine, testing
 from fusedops.config import BACKENDS
+from fusedops.tuning import measure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,6 +90,38 @@ def no_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch_table.tuned.cache_clear()
     yield
     dispatch_table.tuned.cache_clear()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path / "cache")
+    dispatch_table.tuned.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Replace the measurement: each backend takes the microseconds given. Returns what is measured."""
+
+    def replace_by(seconds: float = 0.0, **times: float | str) -> list[str]:
+        now, seen = [0.0], []
+
+        def run(cell: Any, device: torch.device, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
+            seen.append(f"{cell.call.op} {cell.dtypes} {cell.size}")
+            now[0] += seconds
+            for name in backends:
+                took = times.get(name, 100.0)
+                told = {"status": "FAIL", "reason": took} if isinstance(took, str) else {
+                    "status": "ok", "median_us": took, "host_us": 1.0
+                }  # fmt: skip
+                yield {"backend": name, **told}
+
+        monkeypatch.setattr(measure, "_run", run)
+        monkeypatch.setattr(measure, "clock", lambda: now[0])
+        return seen
+
+    return replace_by
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,22 +57,26 @@ class TuneReport:
 def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
     """Measure the backends for the calls that a training step of ``model`` makes, and use the best from now on.
 
-    Runs the step, forward and backward in training mode, a few times. Parameters, gradients, buffers, modes and
-    PyTorch's random numbers are as before afterwards (which takes memory for a copy of the parameters and buffers);
-    what else the model's own code keeps is not.
+    Runs the step, forward and backward in training mode, 13 times: once for what it calls, and six times each for its
+    time before and after. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards
+    (which takes memory for a copy of the parameters and buffers); what else the model's own code keeps is not. Each
+    step has a copy of the batch's tensors, and the graph and the gradients behind them are left alone.
 
     Args:
         model: calls fusedops' ops, as after ``fusedops.patch``; where it and the batch are is where is measured.
-        batch: what the model is called with: a tensor, a tuple or list of arguments, or a mapping of named ones. Its
-            loss is the output's ``loss``, else the sum of all floating-point results.
-        budget: seconds for measuring; what was measured before is not measured again.
+        batch: what the model is called with: a tensor, a tuple or list of arguments, or a mapping of named ones, which
+            may hold more of these and dataclasses; what is hidden in another object goes in as it is. The loss is the
+            output's ``loss``, else the sum of all floating-point results.
+        budget: seconds for measuring, beside the 13 steps; what was measured before is not measured again.
 
     Returns:
         Times by backend, the choices, and the step's time before and after; printed as well.
 
     Raises:
-        ValueError: an argument of a wrong kind, or results without a gradient.
-        RuntimeError: a CUDA graph is being captured.
+        ValueError: an argument of a wrong kind, results without a gradient, or files in the cache folder that are
+            another user's or hold something else.
+        OSError: the cache folder can't be written.
+        RuntimeError: a CUDA graph is being captured, or ``torch.inference_mode`` is on.
         UnsupportedError: ``FUSEDOPS_DISABLE=1``.
 
     The rows go to a file in the user's cache folder and serve every process on this machine. Calls inside compiled
@@ -119,8 +124,9 @@ def warmup(model: nn.Module, batch: Any) -> None:
     """Run one training step of ``model`` before a CUDA graph is captured, so that nothing is compiled meanwhile.
 
     Forward and backward, in training mode, on the current stream: every Triton kernel of the step is compiled and every
-    backend chosen. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards. An
-    optimizer's step is not part of it: take one before capturing.
+    backend chosen. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards, and the
+    graph and the gradients behind the batch are left alone. An optimizer's step is not part of it: take one before
+    capturing.
 
     Args:
         model: any module.
@@ -128,7 +134,7 @@ def warmup(model: nn.Module, batch: Any) -> None:
 
     Raises:
         ValueError: ``model`` is no module, or its results have no gradient.
-        RuntimeError: a CUDA graph is being captured already.
+        RuntimeError: a CUDA graph is being captured already, or ``torch.inference_mode`` is on.
     """
     _check("warmup", model)
     with _preserved(model, batch):
@@ -145,6 +151,8 @@ def _check(owner: str, model: Any) -> None:
             f"{owner}: a CUDA graph is being captured, which must not measure or compile: "
             "call fusedops.warmup(model, batch), or tune, before the capture begins"
         )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{owner}: torch.inference_mode() is on, and nothing has a gradient in it: call it outside")
 
 
 # ---------------------------------------------------------------- one step
@@ -156,6 +164,7 @@ def _step(model: nn.Module, batch: Any) -> None:
     for p in model.parameters():
         p.grad = None
     with torch.enable_grad():
+        batch = _copied(batch, {})
         if isinstance(batch, Mapping):
             output = model(**batch)
         else:
@@ -184,8 +193,43 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors(part)
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         yield from _tensors([getattr(value, item.name) for item in fields(value)])
+
+
+def _copied(value: Any, made: dict[int, Tensor]) -> Any:
+    """Copy the tensors that ``_tensors`` finds, and what they are in.
+
+    Args:
+        value: a batch or a part of it.
+        made: the copies so far by the original's ``id``: a tensor that is there twice still is.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in made:
+            made[id(value)] = _copied_tensor(value)
+        return made[id(value)]
+    if isinstance(value, MutableMapping):
+        found: Any = copy.copy(value)
+        found.update({key: _copied(part, made) for key, part in value.items()})
+        return found
+    if isinstance(value, Mapping):
+        return {key: _copied(part, made) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_copied(part, made) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
+        for item in fields(value):
+            object.__setattr__(found, item.name, _copied(getattr(value, item.name), made))  # it may be frozen
+        return found
+    return value
+
+
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    """Copy a tensor to a leaf where it is one; else to the result of a copy, which may be written to as well."""
+    if tensor.is_leaf:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.detach().requires_grad_().clone()
 
 
 def _step_ms(model: nn.Module, batch: Any) -> float:
@@ -229,10 +273,7 @@ def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
     values = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
-    leaves = [t for t in (*model.parameters(), *_tensors(batch)) if t.is_leaf]
-    grads = [(t, t.grad) for t in leaves]
-    for t in leaves:
-        t.grad = None
+    grads = [(p, p.grad) for p in model.parameters()]
     with torch.random.fork_rng(_devices(model, batch)):
         try:
             model.train()
@@ -245,6 +286,6 @@ def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
             for t, value in values.items():
                 if not torch.equal(t, value):
                     t.data.copy_(value)  # not seen by graphs that the caller keeps
-            for t, grad in grads:
-                t.grad = grad
+            for p, grad in grads:
+                p.grad = grad
             torch.clear_autocast_cache()
