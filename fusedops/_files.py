@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,24 @@ def _is_json(text: bytes) -> bool:
 
 
 def read_text(path: Path, most: int = 64 * MIB, *, own: bool = False) -> str:
+    """Read a text; see ``read_bytes``.
+
+    Raises:
+        OSError: it is not there, or may not be read.
+        ValueError: it is not UTF-8, or for the reasons of ``read_bytes``.
+    """
+    try:
+        return read_bytes(path, most, own=own).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def read_bytes(path: Path, most: int = 64 * MIB, *, own: bool = False) -> bytes:
     """Read a regular file of at most ``most`` bytes; ``own``: one of this user's.
 
     Raises:
         OSError: it is not there, or may not be read.
-        ValueError: it is no regular file (which may never end), somebody else's, larger than that, or not UTF-8.
+        ValueError: it is no regular file (which may never end), somebody else's, or larger than that.
     """
     # A FIFO without a writer would block an open that may block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -224,9 +237,7 @@ def read_text(path: Path, most: int = 64 * MIB, *, own: bool = False) -> str:
         if status.st_size > most:
             raise ValueError(f"{path}: expected at most {most:,} bytes, got {status.st_size:,}")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(most).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+            return file.read(most)
     finally:
         os.close(descriptor)
 
@@ -257,21 +268,34 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def read_records(path: Path, most: int = 1024 * MIB, *, own: bool = False) -> Iterator[tuple[int, Any]]:
+def read_records(
+    path: Path, most: int = 1024 * MIB, *, own: bool = False, bad: Callable[[ValueError], None] | None = None
+) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of JSON lines; a last line that a killed process left unfinished is passed over.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+        own: whether it has to be this user's.
+        bad: is told of a line that is not JSON, which is then passed over; None: that is an error.
 
     Raises:
         OSError: the file is not there, or may not be read.
-        ValueError: a line is not JSON, with its number, or for the reasons of ``read_text``.
+        ValueError: a line is not JSON, with its number, or for the reasons of ``read_bytes``.
     """
-    *finished, last = read_text(path, most, own=own).split("\n")
+    *finished, last = read_bytes(path, most, own=own).split(b"\n")
     for number, line in enumerate(finished, 1):
         try:
-            yield number, parse_json(line)
+            value = parse_json(line.decode("utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not valid JSON ({error}), got {line[:60]!r}") from error
+            told = f"{path}:{number}: not valid JSON ({error}), got {line[:60].decode('utf-8', 'replace')!r}"
+            if bad is None:
+                raise ValueError(told) from error
+            bad(ValueError(told))
+            continue
+        yield number, value
     try:  # a file that was written by hand may lack the last line's end
-        value = parse_json(last) if last else None
+        value = parse_json(last.decode("utf-8")) if last else None
     except ValueError:
         return
     if last:

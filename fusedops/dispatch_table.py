@@ -39,6 +39,7 @@ class Row:
         capability: lowest and highest compute capability as ``10 * major + minor``.
         dtypes: dtype of the input (``"bfloat16"``), empty: any.
         arguments: name and dtype of every tensor of the call, results among them; empty: any.
+        options: options of an optimizer's call, by name; any value for those that are not named.
         hidden: narrowest and widest row.
         rows: fewest and most rows.
         source: where the row comes from.
@@ -51,6 +52,7 @@ class Row:
     capability: tuple[int, int] = _ANY
     dtypes: tuple[str, ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     hidden: tuple[int, int] = _ANY
     rows: tuple[int, int] = _ANY
     source: str = "shipped"
@@ -64,6 +66,8 @@ class Row:
         if self.dtypes and dtype_name(call.dtypes[0][1]) not in self.dtypes:
             return False
         if self.arguments and {(name, dtype_name(dtype)) for name, dtype in call.dtypes} != {*self.arguments}:
+            return False
+        if not {*self.options} <= {*call.options}:
             return False
         found = call.capability if self.capability != _ANY else None
         return _within(None if found is None else 10 * found[0] + found[1], self.capability)
@@ -177,6 +181,8 @@ def make_row(item: Any, where: str, source: str) -> Row:
     Raises:
         ValueError: no call can match it, or it is no row: ``where`` it is, with its key.
     """
+    from .registry import OPTIMS
+
     keys = _keys()
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {item!r:.80}")
@@ -192,7 +198,10 @@ def make_row(item: Any, where: str, source: str) -> Row:
     if "capability" in item and item["device"] not in ("cuda", None):
         raise ValueError(f"{where}: capability: expected none but for device 'cuda', got one for {item['device']!r}")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
-    values["arguments"] = tuple(item.get("arguments", {}).items())
+    if "options" in item and not (item["ops"] and {*item["ops"]} <= OPTIMS.keys()):
+        raise ValueError(f"{where}: options: expected none but for {', '.join(OPTIMS)}, got some for {item['ops']}")
+    for key in ("arguments", "options"):
+        values[key] = tuple(item.get(key, {}).items())
     return Row(**values, source=source)
 
 
@@ -202,6 +211,7 @@ _REQUIRED = tuple(item.name for item in fields(Row) if item.default is MISSING)
 def _keys() -> dict[str, tuple[str, Callable[[Any], bool]]]:
     """Return the keys of a row in a file: what each expects, in words and as a test of a value."""
     from .dispatch import known_ops
+    from .optim.checks import KEEPERS
     from .registry import OPS
 
     arguments = {"param", "state", "grad", *(name for op in OPS.values() for name in (*op.grads, *op.outputs))}
@@ -223,6 +233,15 @@ def _keys() -> dict[str, tuple[str, Callable[[Any], bool]]]:
                 isinstance(value, dict)
                 and _are_names([*value], arguments.__contains__)
                 and _are_names([*value.values()], _is_dtype)
+            ),
+        ),
+        "options": (
+            f'an optimizer\'s: "amsgrad", true or false, and "keep", "" or one of {", ".join(KEEPERS)}',
+            lambda value: (
+                isinstance(value, dict)
+                and value.keys() <= {"amsgrad", "keep"}
+                and isinstance(value.get("amsgrad", True), bool)
+                and value.get("keep", "") in ("", *KEEPERS)
             ),
         ),
         "hidden": sizes,

@@ -102,9 +102,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Replace the measurement: each backend takes the microseconds given. Returns what is measured."""
+    """Replace the measurement: each backend takes the microseconds given, maybe by size. Returns what is measured."""
 
-    def replace_by(seconds: float = 0.0, **times: float | str) -> list[str]:
+    def replace_by(seconds: float = 0.0, **times: float | str | dict[str, float]) -> list[str]:
         now, seen = [0.0], []
 
         def run(cell: Any, device: torch.device, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -112,6 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             now[0] += seconds
             for name in backends:
                 took = times.get(name, 100.0)
+                took = took.get(cell.size, 100.0) if isinstance(took, dict) else took
                 told = {"status": "FAIL", "reason": took} if isinstance(took, str) else {
                     "status": "ok", "median_us": took, "host_us": 1.0
                 }  # fmt: skip

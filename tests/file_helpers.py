@@ -20,7 +20,9 @@ import torch
 
 resource = pytest.importorskip("resource", reason="no POSIX system")
 
-HOSTILE: list[Any] = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "../../x", [], [[]], {}, {"a": 1}]
+HOSTILE: list[Any] = [
+    None, True, -1, 10**30, 1e308, float("nan"), "", "x", "../../x", [], [[]], {}, {"a": 1}, 10**400
+]  # fmt: skip
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "fcntl.flock", "shutil.rmtree")
 
 

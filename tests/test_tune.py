@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from tune_helpers import BF16, CPU, NEEDS_GPU, a_cell, call, tuned_file
+from tune_helpers import BF16, CPU, F32, NEEDS_GPU, a_cell, call, tuned_file
 
 import fusedops
 from fusedops import UnsupportedError, config, dispatch, dispatch_table, machine
 from fusedops.cli import main
 from fusedops.tuning import model as tuned_model
-from fusedops.tuning.table import Store, make_rows
+from fusedops.tuning.store import Store
+from fusedops.tuning.table import Measured, make_rows
+from fusedops.tuning.table import order as best_first
 
 RUN = ["tune", "--device", "cpu", "--op", "layer_norm", "--dtype", "fp32", "--shapes", "8x16,64x16"]
 
@@ -42,19 +44,19 @@ RUN = ["tune", "--device", "cpu", "--op", "layer_norm", "--dtype", "fp32", "--sh
     ],
 )
 def test_another_backend_has_to_win_by_the_margin(native: Any, reference: Any, order: tuple[str, ...]) -> None:
-    assert a_cell(times={"native": native, "reference": reference}).order() == order
+    assert best_first([a_cell(times={"native": native, "reference": reference})]) == order
 
 
 def test_apex_and_what_is_wrong_have_no_place_in_a_row() -> None:
     times = {"native": (90.0, 1.0), "triton": (50.0, 1.0), "reference": (80.0, 1.0), "apex": (1.0, 1.0)}
-    assert a_cell(times=times).order() == ("reference", "native")  # triton only interprets there
+    assert best_first([a_cell(times=times)]) == ("reference", "native")  # triton only interprets there
     swapped = {"reference": (81.0, 1.0), "native": (80.0, 1.0)}  # of a shipped row with plain PyTorch first
-    assert a_cell(times=swapped).order() == ("reference", "native")
+    assert best_first([a_cell(times=swapped)]) == ("reference", "native")
     gpu = replace(a_cell(times=times), device="cuda")
-    assert gpu.order() == ("triton", "native", "reference")
+    assert best_first([gpu]) == ("triton", "native", "reference")
     del times["triton"]
-    assert gpu.order() == ("reference", "native")
-    assert replace(gpu, times={"apex": (1.0, 1.0)}).order() == ()
+    assert best_first([gpu]) == ("reference", "native")
+    assert best_first([replace(gpu, times={"apex": (1.0, 1.0)})]) == ()
     assert make_rows([replace(gpu, times={"apex": (1.0, 1.0)})]) == []
 
 
@@ -95,6 +97,107 @@ def test_arguments_that_no_call_has_are_refused(bad: object) -> None:
         dispatch_table.make_row(row, "here", "")
 
 
+LARGE, SMALL = "16x1048576", "1000x1024"
+ADAMW = ["tune", "--device", "cpu", "--op", "adamw", "--dtype", "fp32"]
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "first"),
+    [
+        (50.0, 50.0, "reference"), (96.5, 96.5, "reference"), (50.0, 97.5, "native"), (97.5, 50.0, "native"),
+        (50.0, 2000.0, "native"), (2000.0, 50.0, "native"),
+    ],
+)  # fmt: skip
+def test_an_optimizers_other_backend_has_to_win_on_few_large_tensors_and_on_many_small_ones(
+    large: float, small: float, first: str, home: Path, clock: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    seen = clock(native=100.0, reference={LARGE: large, SMALL: small})
+    assert main(ADAMW) == 0
+    assert seen == [f"adamw fp32 {LARGE}", f"adamw fp32 {SMALL}"]
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in shown if line[0] == "adamw"] == [first] * 2
+    (row,) = json.loads(tuned_file().read_text())["rows"]
+    assert row["backends"][0] == first
+    assert f"at {LARGE} fp32: {first} " in row["why"]
+    assert f"at {SMALL} fp32: {first} " in row["why"]
+
+
+def test_of_several_that_win_on_both_lists_the_one_whose_worse_is_best_leads() -> None:
+    def cell(size: str, **times: float) -> Measured:
+        arguments = {"param": "float32", "state": "float32"}
+        pairs = {name: (time, 1.0) for name, time in times.items()}
+        return Measured("adamw", "cuda", 90, arguments, None, None, "fp32", size, "2026-01-01", pairs)
+
+    together = [cell("a", native=100.0, triton=10.0, reference=60.0), cell("b", native=10.0, triton=9.0, reference=7.0)]
+    assert best_first(together) == ("reference", "native", "triton")
+    wrong = replace(together[1], times={"native": (10.0, 1.0), "triton": (9.0, 1.0)})
+    assert best_first([together[0], wrong]) == ("triton", "native")
+
+
+def test_one_list_of_tensors_makes_no_row(
+    home: Path, clock: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = clock(seconds=10.0, native=100.0, reference=20.0)
+    assert main([*ADAMW, "--budget", "15"]) == 0
+    assert f"open: needs {LARGE} and {SMALL}" in capsys.readouterr().out
+    assert json.loads(tuned_file().read_text())["rows"] == []
+    assert main(ADAMW) == 0
+    assert len(seen) == 2
+    assert len(json.loads(tuned_file().read_text())["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("param", "options", "served"),
+    [
+        (F32, {}, True), (F32, {"master_weights": True}, True), (F32, {"weight_decay": 0.0}, True),
+        (BF16, {"master_weights": True, "state_dtype": F32}, True), (BF16, {}, True),
+        (F32, {"amsgrad": True}, False), (BF16, {"kahan_sum": True}, False),
+        (BF16, {"bf16_stochastic_round": True}, False), (BF16, {"state_dtype": F32}, False),
+        (BF16, {"master_weights": True, "state_dtype": BF16}, False), (torch.float16, {}, False),
+    ],
+)  # fmt: skip
+def test_an_optimizers_row_serves_what_was_measured_alone(
+    param: torch.dtype, options: dict[str, Any], served: bool, home: Path, clock: Callable[..., list[str]]
+) -> None:
+    clock(native=100.0, reference=20.0)
+    assert main(ADAMW[:-2]) == 0
+    dispatch.forget_tuned()
+    p = nn.Parameter(torch.ones(3, dtype=param))
+    explained = fusedops.explain("adamw", [p], **options)
+    assert (explained.row.source == f"tuned: {tuned_file()}") == served
+    optimizer, p.grad = fusedops.optim.AdamW([p], lr=0.1, **options), torch.ones_like(p)
+    optimizer.step()
+    assert optimizer._buckets[0].backend.__name__.endswith(explained.chosen)  # what is explained is what runs
+
+
+def test_groups_that_keep_updates_in_two_ways_are_not_what_was_measured(
+    home: Path, clock: Callable[..., list[str]]
+) -> None:
+    clock(native=100.0, reference=20.0)
+    assert main(ADAMW[:-2]) == 0
+    dispatch.forget_tuned()
+    first, second = (nn.Parameter(torch.ones(3, dtype=BF16)) for _ in range(2))
+    for keep, served in ((True, True), (False, False)):
+        groups = [{"params": [first], "master_weights": True}, {"params": [second], "master_weights": keep}]
+        row = fusedops.explain("adamw", groups, state_dtype=F32).row
+        assert (row.source != "shipped") == served
+
+
+GOOD = {"ops": ["adamw"], "device": "cpu", "backends": ["reference"], "why": "mine"}
+
+
+def test_options_that_no_call_has_are_refused() -> None:
+    for bad in ({"amsgrad": 0}, {"keep": "all"}, {"keep": ["kahan_sum"]}, {"largest": 3}, [], "x", None):
+        with pytest.raises(ValueError, match=r'here: options: expected an optimizer\'s: "amsgrad", .*, got'):
+            dispatch_table.make_row({**GOOD, "options": bad}, "here", "")
+    for ops in ([], ["layer_norm"], ["adamw", "layer_norm"]):
+        with pytest.raises(ValueError, match="here: options: expected none but for adam, adamw, got"):
+            dispatch_table.make_row({**GOOD, "ops": ops, "options": {"amsgrad": True}}, "here", "")
+    row = dispatch_table.make_row({**GOOD, "options": {"keep": "kahan_sum"}}, "", "")
+    assert row.options == (("keep", "kahan_sum"),)
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -103,14 +206,14 @@ def test_the_command_measures_and_is_obeyed(home: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     for op, dtypes, size in (
         ("layer_norm", "fp32", "8x16"), ("layer_norm", "amp", "8x16"), ("add_rms_norm", "fp32", "8x16"),
-        ("add_rms_norm", "amp", "8x16"), ("adamw", "fp32", "1000x1024"),
+        ("add_rms_norm", "amp", "8x16"), ("adamw", "fp32", "16x1048576"), ("adamw", "fp32", "1000x1024"),
     ):  # fmt: skip
         line = next(line for line in shown.splitlines() if line.split()[:3] == [op, dtypes, size])
         assert float(line.split()[4]) > 0
     assert f"used from now on: {tuned_file()}" in shown
     text = str(fusedops.explain("layer_norm", torch.ones(8, 16), 16, torch.ones(16), torch.ones(16)))
     assert f"(tuned: {tuned_file()})" in text
-    assert "at 8x16 fp32: larger of device and host time in µs" in text
+    assert "larger of device and host time in µs at 8x16 fp32: " in text
     assert "default" in str(fusedops.explain("layer_norm", torch.ones(8, 17), 17))
     assert f"(tuned: {tuned_file()})" in str(fusedops.explain("adamw", [nn.Parameter(torch.ones(3))]))
     assert main(["report", "--json"]) == 0

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from tune_helpers import CPU, a_cell, call, tuned_file
 
 import fusedops
 from fusedops import _files, dispatch, dispatch_table, machine
-from fusedops.tuning.table import Measured, Store, make_rows
+from fusedops.cli import main
+from fusedops.tuning.store import Store
+from fusedops.tuning.table import Measured, make_rows, order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -143,7 +147,7 @@ def test_broken_and_hostile_tables_are_ignored(home: Path) -> None:
             warnings.simplefilter("always")
             rows = dispatch_table.load_tuned(tuned_file(), machine.facts(CPU))
         outcomes.add((len(rows) > 0, len(caught)))
-        assert len(caught) == (0 if rows or content == b"" else 1) or json.loads(content)["rows"] == []
+        assert len(caught) == (0 if rows else 1) or json.loads(content)["rows"] == []
     assert outcomes >= {(True, 0), (False, 1)}
 
 
@@ -159,21 +163,96 @@ def test_a_large_file_is_not_read(home: Path) -> None:
     ignored("expected at most")
 
 
-def test_cells_that_are_none_are_measured_anew(home: Path) -> None:
+def test_cells_that_are_none_are_passed_over(home: Path) -> None:
     store = stored(a_cell())
     record = json.loads(store.cells.read_text())
     for at in leaves(record):
         for bad in HOSTILE:
-            store.cells.write_text(json.dumps(replaced(record, at, bad)) + "\n")
-            for one in store.known().values():
+            line = json.dumps(replaced(record, at, bad)) + "\n"
+            store.cells.write_text(line)
+            known = store.known()
+            for one in known.values():
                 for row in make_rows([one]):
                     dispatch_table.make_row(row, "", "")
-    for content in (b"\xff\xfe\n", b"{\n{}\n", b"[" * 100_000 + b"\n"):
-        store.cells.write_bytes(content)
-        with pytest.warns(UserWarning, match="earlier measurements are ignored"):
-            again = Store(store.table, machine.facts(CPU))
-        again.add(a_cell())
-        assert len(again.known()) == 1
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again = Store(store.table, machine.facts(CPU))
+            assert len(caught) == (0 if known or (at == ("machine",) and isinstance(bad, str)) else 1)
+            again.write()
+            assert store.cells.read_text() == line
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                dispatch_table.load_tuned(store.table, machine.facts(CPU))
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xff\xfe\n", b"{\n", b"\0\0\n", b"[" * 100_000 + b"\n", b"{}\n", b"notes\n\n", b'{"machine": 3}\n']
+)
+def test_bad_lines_of_cells_cost_one_warning_and_nothing_else(home: Path, bad: bytes) -> None:
+    store = stored(a_cell(), a_cell(rows=100))
+    first, second = store.cells.read_bytes().splitlines(keepends=True)
+    other = first.replace(machine.digest(machine.facts(CPU)).encode(), b"another")
+    content = first + bad + other + bad + second
+    store.cells.write_bytes(content)
+    with pytest.warns(UserWarning, match="lines are ignored, the first: .*cells.jsonl:2: ") as caught:
+        again = Store(store.table, machine.facts(CPU))
+    assert len(caught) == 1
+    assert sorted(one.rows for one in again.known().values()) == [100, 1023]
+    again.add(a_cell(rows=7))
+    assert store.cells.read_bytes().startswith(content)
+    assert len(dispatch_table.load_tuned(store.table, machine.facts(CPU))) == 3
+
+
+@pytest.mark.parametrize("content", [b"notes", b"\xff\xfe", b'{"mine": 3}', b"a\nb"])
+def test_a_file_beside_the_table_that_is_no_cells_is_not_cut(home: Path, content: bytes) -> None:
+    store = stored()
+    store.cells.write_bytes(content)
+    with pytest.raises(ValueError, match="expected cells that fusedops tune wrote, or no file, got"):
+        Store(store.table, machine.facts(CPU))
+    assert store.cells.read_bytes() == content
+
+
+@pytest.mark.parametrize("left", [1, 5, 14, 100])
+def test_a_cell_that_a_killed_run_left_unfinished_is_cut(home: Path, left: int) -> None:
+    store = stored(a_cell())
+    line = store.cells.read_bytes()
+    store.cells.write_bytes(line + line[:left])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Store(store.table, machine.facts(CPU)).add(a_cell(rows=7))
+    assert [json.loads(line)["rows"] for line in store.cells.read_text().splitlines()] == [1023, 7]
+
+
+def test_another_users_files_are_not_touched(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under ``sudo -E``."""
+    store = stored(a_cell())
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    files = {path: (path.read_bytes(), path.stat().st_ino) for path in tuned_file().parent.iterdir()}
+    run = ["tune", "--device", "cpu", "--op", "layer_norm", "--dtype", "fp32", "--shapes", "8x16"]
+    for path in (store.table, store.cells):
+        assert main(run) == 2
+        assert "expected a file of user 12345" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="expected a file of user 12345"):
+            Store(store.table, machine.facts(CPU))
+        assert {path: (path.read_bytes(), path.stat().st_ino) for path in tuned_file().parent.iterdir()} == files
+        path.unlink()
+        del files[path]
+
+
+@pytest.mark.parametrize("time", [10**400, 1e13, 0, -1.0, float("inf"), True])
+def test_times_that_are_none_are_measured_anew(home: Path, clock: Callable[..., list[str]], time: Any) -> None:
+    seen = clock()
+    run = ["tune", "--device", "cpu", "--op", "layer_norm", "--dtype", "fp32", "--shapes", "8x16"]
+    assert main(run) == 0
+    cells = tuned_file().with_name(f"{tuned_file().name}.cells.jsonl")
+    record = json.loads(cells.read_text())
+    record["times"]["reference"][0] = time
+    cells.write_text(json.dumps(record) + "\n")
+    with pytest.warns(UserWarning, match="times: expected pairs of microseconds by backend, got"):
+        assert main(run) == 0
+    assert len(seen) == 2
 
 
 def test_cells_of_another_machine_are_left_alone(home: Path) -> None:
@@ -241,5 +320,5 @@ def test_a_table_is_of_all_cells_also_where_another_is_being_written(home: Path,
 def test_of_two_measurements_of_a_cell_the_later_counts(home: Path) -> None:
     store = stored(a_cell(), a_cell(times={"native": (50.0, 1.0), "reference": (20.0, 1.0)}))
     (one,) = store.known().values()
-    assert one.order() == ("reference", "native")
+    assert order([one]) == ("reference", "native")
     assert asdict(one)["times"]["reference"] == (20.0, 1.0)

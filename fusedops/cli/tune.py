@@ -15,7 +15,8 @@ from ..config import CONFIG
 from ..registry import OPS, OPTIMS
 from ..tuning import cells
 from ..tuning.measure import tune_cells
-from ..tuning.table import Store, as_text
+from ..tuning.store import Store
+from ..tuning.table import as_text
 from . import listed, parse_device
 
 _BUDGET = 600.0

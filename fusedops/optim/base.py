@@ -21,7 +21,7 @@ from .. import _options, backends
 from ..config import CONFIG
 from ..dispatch import forced_backend, select
 from . import checks, states
-from .calls import adam_call, describe
+from .calls import adam_call, describe, keeper
 from .overlaps import Places, check_added, check_overlaps
 
 _PLAIN = frozenset((*checks.FLAGS, *states.RUN_KEYS, "seed"))
@@ -437,10 +437,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _choose_backend(self, bucket: Bucket, plain: bool) -> ModuleType:
         if CONFIG.disabled or not plain:
             return backends.get("reference")
-        amsgrad = any(self.param_groups[i]["amsgrad"] for i in bucket.group)
+        groups = [self.param_groups[i] for i in bucket.group]
+        amsgrad = any(group["amsgrad"] for group in groups)
         stored = [
-            (p, state["exp_avg"].dtype, "master" in state)
-            for p, state in zip(bucket.params, bucket.states, strict=True)
+            (p, state["exp_avg"].dtype, keeper(p, group))
+            for p, state, group in zip(bucket.params, bucket.states, groups, strict=True)
         ]
         return backends.get(select(adam_call(self.op, stored, amsgrad), self.backend).backend)
 

@@ -15,20 +15,26 @@ from .overlaps import check_overlaps
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def adam_call(op: str, stored: Iterable[tuple[Tensor, torch.dtype, bool]], amsgrad: bool) -> Call:
+def keeper(p: Tensor, group: Mapping[str, Any]) -> str:
+    """Return which of ``checks.KEEPERS`` a parameter has, by its group's options; ``""``: none, or no use for one."""
+    narrow = {"bf16_stochastic_round": _NARROW[:1]}
+    return next((name for name in checks.KEEPERS if group.get(name) and p.dtype in narrow.get(name, _NARROW)), "")
+
+
+def adam_call(op: str, stored: Iterable[tuple[Tensor, torch.dtype, str]], amsgrad: bool) -> Call:
     """Return the call of an Adam step for the tensors of one device.
 
     Args:
         op: ``"adam"`` or ``"adamw"``.
-        stored: each parameter with the dtype of its moments and whether it has a master.
+        stored: each parameter with the dtype of its moments and its ``keeper``.
         amsgrad: whether any group keeps running maxima.
 
     Returns:
-        A call whose option ``mixes`` lists the distinct (parameter dtype, moment dtype, has master), and whose option
-        ``largest`` is the number of elements of the largest parameter.
+        A call whose option ``mixes`` lists the distinct (parameter dtype, moment dtype, keeper), ``keep`` the distinct
+        keepers, and ``largest`` is the number of elements of the largest parameter.
     """
     stored = list(stored)
-    mixes = sorted({(p.dtype, dtype, master) for p, dtype, master in stored}, key=str)
+    mixes = sorted({(p.dtype, dtype, kept) for p, dtype, kept in stored}, key=str)
     dtypes = [("param", mix[0]) for mix in mixes] + [("state", mix[1]) for mix in mixes]
     return _call(op, [p for p, *_ in stored], dtypes, amsgrad, tuple(mixes))
 
@@ -43,7 +49,8 @@ def _call(
 ) -> Call:
     device = tensors[0].device if tensors else torch.device("cpu")
     largest = max((t.numel() for t in tensors), default=0)
-    options = (("amsgrad", amsgrad), ("largest", largest), ("mixes", mixes))
+    keep = "+".join(sorted({kept for *_, kept in mixes}))
+    options = (("amsgrad", amsgrad), ("keep", keep), ("largest", largest), ("mixes", mixes))
     index = -1 if device.index is None else device.index
     return Call(op, device.type, index, tuple(dict.fromkeys(dtypes)), options=options)
 
@@ -79,9 +86,8 @@ def describe(
     params: Iterable[Any],
     *,
     amsgrad: bool = False,
-    master_weights: bool = False,
     state_dtype: torch.dtype | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Call:
     """Return the call that an optimizer made with these arguments would put to dispatch.
 
@@ -89,9 +95,8 @@ def describe(
         op: ``"adam"`` or ``"adamw"``.
         params: parameters, ``(name, parameter)`` pairs or group dicts, of one device.
         amsgrad: as the optimizer's.
-        master_weights: as the optimizer's.
         state_dtype: as the optimizer's.
-        **_: options that no backend's choice depends on.
+        **options: the optimizer's others, of which the choice depends on ``checks.KEEPERS`` alone.
 
     Raises:
         TypeError: something else than a tensor, where torch's constructor says so too.
@@ -105,6 +110,6 @@ def describe(
             p = p[1] if isinstance(p, tuple) else p
             if not isinstance(p, Tensor):
                 raise TypeError(f"{op}: params: expected tensors, got {type(p).__name__}")
-            master = bool(group.get("master_weights", master_weights)) and p.dtype in _NARROW
-            stored.append((p, p.dtype if dtype is None or p.dtype is torch.float64 else dtype, master))
-    return adam_call(op, stored, amsgrad)
+            kept = keeper(p, {**options, **group})
+            stored.append((p, p.dtype if dtype is None or p.dtype is torch.float64 else dtype, kept))
+    return adam_call(op, stored, bool(amsgrad))

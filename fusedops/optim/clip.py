@@ -114,5 +114,9 @@ def _check_gradients(params: Iterable[Tensor]) -> None:
 
 
 def _backend(grads: list[Tensor]) -> types.ModuleType:
-    """Return what AdamW runs on there: the norm and the scaling belong to the optimizer's backends."""
+    """Return the backend that the table has for the norm and the scaling, which belong to those of optimizers.
+
+    They are calls of ``adamw`` whose only argument is ``grad``: rows that name dtypes or options of a step, as tuned
+    ones do, are not about them.
+    """
     return backends.get(select(gradient_call(grads)).backend)

@@ -14,7 +14,8 @@ from ..dispatch import Call
 from ..optim import describe
 from ..registry import OPS, Case, short
 
-_TENSORS = {"cuda": "gpt2-124M", "cpu": "1000x1024"}  # what an optimizer is timed on
+# What an optimizer is timed on: few large tensors and many small ones.
+LISTS = {"cuda": ("gpt2-124M", "1000x1024"), "cpu": ("16x1048576", "1000x1024")}
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,15 @@ def default_shapes(device: torch.device) -> list[tuple[int, int]]:
 
 
 def optimizer_cells(names: Sequence[str], configs: Sequence[str], device: torch.device) -> Iterator[Cell]:
-    """Yield a cell for each optimizer and configuration (of ``bench.optimizers.CONFIGS``), on one list of tensors."""
-    model = _TENSORS[device.type]
-    shapes = optimizers.model_shapes(model)
+    """Yield a cell for each optimizer, configuration (of ``bench.optimizers.CONFIGS``) and list of tensors."""
     for name in names:
         for config in configs:
-            dtype, state_dtype, masters = optimizers.CONFIGS[config]
-            params = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-            call = describe(name, params, state_dtype=state_dtype, master_weights=masters)
-            index = -1 if device.index is None else device.index
-            yield Cell(replace(call, device=device.type, index=index), config, model)
+            for model in LISTS[device.type]:
+                dtype, state_dtype, masters = optimizers.CONFIGS[config]
+                params = [torch.empty(shape, dtype=dtype, device="meta") for shape in optimizers.model_shapes(model)]
+                call = describe(name, params, state_dtype=state_dtype, master_weights=masters)
+                index = -1 if device.index is None else device.index
+                yield Cell(replace(call, device=device.type, index=index), config, model)
 
 
 def recorded_cell(call: Call, rows: int, out_dtype: torch.dtype, options: dict[str, Any]) -> Cell:

@@ -16,10 +16,12 @@ from ..dispatch import refusals
 from ..dispatch_table import SHIPPED, automatic, dtype_name
 from ..registry import OPS
 from .cells import Cell
-from .table import Measured, Store
+from .store import Store
+from .table import Measured
 
 _OP_REPEATS, _OPTIMIZER_REPEATS = 40, 10
 _BAR = 24  # characters
+_OPTIONS = ("amsgrad", "keep")  # of a call, that a row can name
 clock = time.monotonic
 
 
@@ -87,6 +89,7 @@ def describe(cell: Cell) -> Measured:
         rows=call.rows,
         dtypes=cell.dtypes,
         size=cell.size,
+        options={name: value for name, value in call.options if name in _OPTIONS},
         date=datetime.date.today().isoformat(),
     )
 

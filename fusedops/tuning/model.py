@@ -85,7 +85,7 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
     """
     from .cells import recorded_cell
     from .measure import tune_cells
-    from .table import Store
+    from .store import Store
 
     _check("tune", model)
     budget = number("tune", "budget", budget, "a finite number > 0", math.ulp(0.0))
