@@ -22,7 +22,10 @@ Facts = dict[str, str]
 
 
 def facts(device: torch.device) -> Facts:
-    """Return what a measurement on a device holds for: the hardware, and every version that decides how fast it is."""
+    """Return what a measurement on a device holds for: the hardware, and every version that decides how fast it is.
+
+    The CPU is part of it for a GPU as well, whose calls may take longer on the host; the threads are those of PyTorch.
+    """
     import fusedops
 
     stamp = _build.read_stamp()
@@ -32,10 +35,11 @@ def facts(device: torch.device) -> Facts:
         "native": "none" if stamp is None or stamp["why_not"] else stamp["csrc"],  # hash of the kernels' sources
     }
     if device.type != "cuda":
-        return {"device": device.type, "name": cpu_name(), **found}
+        return {"device": device.type, "name": cpu_name(), "threads": str(torch.get_num_threads()), **found}
     return {
         "device": "cuda",
         "name": torch.cuda.get_device_name(device),
+        "cpu": cpu_name(),
         "driver": _driver(),
         "triton": _triton_version(),
         **found,

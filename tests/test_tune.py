@@ -290,6 +290,18 @@ def test_bad_options_are_named(option: str, value: str, expected: str, capsys: p
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [
+    ("--op", ","), ("--dtype", ","), ("--op", "layer_norm", "--dtype", "bf16-master"),
+    ("--op", "adamw", "--dtype", "amp"),
+])  # fmt: skip
+def test_nothing_to_measure_is_an_error(
+    options: tuple[str, ...], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--device", "cpu", *options]) == 2
+    assert "nothing to measure" in capsys.readouterr().err
+    assert not home.exists()
+
+
 def test_nothing_is_tuned_where_nothing_is_chosen(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,19 @@ def test_the_default_file_is_the_users_and_the_machines(tmp_path: Path, monkeypa
     assert machine.cache_folder() == tmp_path / "home" / ".cache" / "fusedops"
 
 
+def test_what_is_measured_holds_for_the_cpu_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine.facts(CPU)
+    assert here == machine.facts(CPU)
+    assert (here["name"], here["threads"]) == (machine.cpu_name(), str(torch.get_num_threads()))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1234)
+    assert machine.facts(CPU) == {**here, "threads": "1234"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(machine, "_driver", lambda: "580.82.07")
+    gpu = machine.facts(torch.device("cuda", 0))
+    assert (gpu["name"], gpu["cpu"], gpu["driver"]) == ("NVIDIA H200", machine.cpu_name(), "580.82.07")
+    assert "threads" not in gpu
+
+
 @pytest.mark.parametrize(
     ("text", "driver"),
     [
@@ -101,7 +114,7 @@ def test_a_tuned_row_stands_behind_the_environments_and_before_the_shipped(
     assert dispatch.match_row(call()).source == str(own)
 
 
-@pytest.mark.parametrize("key", ["name", "torch", "fusedops", "native", "device"])
+@pytest.mark.parametrize("key", ["name", "threads", "torch", "fusedops", "native", "device"])
 def test_another_machines_table_is_ignored(home: Path, key: str) -> None:
     stored(a_cell())
     data = json.loads(tuned_file().read_text())
@@ -194,7 +207,9 @@ def test_bad_lines_of_cells_cost_one_warning_and_nothing_else(home: Path, bad: b
     other = first.replace(machine.digest(machine.facts(CPU)).encode(), b"another")
     content = first + bad + other + bad + second
     store.cells.write_bytes(content)
-    with pytest.warns(UserWarning, match="lines are ignored, the first: .*cells.jsonl:2: ") as caught:
+    count = 2 * bad.count(b"\n")
+    told = rf"lines that hold no measurement are ignored \({count}\), the first: .*cells.jsonl:2: "
+    with pytest.warns(UserWarning, match=told) as caught:
         again = Store(store.table, machine.facts(CPU))
     assert len(caught) == 1
     assert sorted(one.rows for one in again.known().values()) == [100, 1023]

@@ -55,7 +55,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and say where the table is; 1 when a backend is wrong, 2 when nothing can be written."""
+    """Measure, print and say where the table is; 1: a backend is wrong, 2: nothing can be measured or written."""
     if CONFIG.disabled:
         print("fusedops tune: FUSEDOPS_DISABLE=1 is set: everything is plain PyTorch", file=sys.stderr)
         return 2
@@ -65,20 +65,25 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    planned = _cells(args, device)
+    if not planned:
+        asked = f"--op {','.join(args.op)!r}" + (f" --dtype {','.join(args.dtype)!r}" if args.dtype is not None else "")
+        print(f"fusedops tune: nothing to measure: no op or optimizer has one of the dtypes asked for: {asked}",
+              file=sys.stderr)  # fmt: skip
+        return 2
     here = machine.facts(device)
     path = args.out or machine.tuned_file(here)
     if path is None:
         print("fusedops tune: there is no home folder: name a file with --out", file=sys.stderr)
         return 2
     try:
-        return _tune(args, device, Store(path, here))
+        return _tune(args, planned, device, Store(path, here))
     except (OSError, ValueError) as error:
         print(f"fusedops tune: cannot keep the results: {error}", file=sys.stderr)
         return 2
 
 
-def _tune(args: argparse.Namespace, device: torch.device, store: Store) -> int:
-    planned = _cells(args, device)
+def _tune(args: argparse.Namespace, planned: list[cells.Cell], device: torch.device, store: Store) -> int:
     status = 0
     try:
         found = tune_cells(planned, device, store, args.budget)
@@ -101,8 +106,9 @@ def _tune(args: argparse.Namespace, device: torch.device, store: Store) -> int:
 
 
 def _cells(args: argparse.Namespace, device: torch.device) -> list[cells.Cell]:
-    mixes = [name for name in args.dtype or ("bf16", "amp", "fp32") if name in ops.DTYPES]
-    configs = [name for name in args.dtype or optimizers.CONFIGS if name in optimizers.CONFIGS]
+    default = args.dtype is None
+    mixes = [name for name in (("bf16", "amp", "fp32") if default else args.dtype) if name in ops.DTYPES]
+    configs = [name for name in (optimizers.CONFIGS if default else args.dtype) if name in optimizers.CONFIGS]
     shapes = args.shapes or cells.default_shapes(device)
     return [
         *cells.op_cells([name for name in args.op if name in OPS], mixes, shapes, device),

@@ -43,7 +43,7 @@ class Store:
             bad: list[str] = []
             self._read(lambda problem: bad.append(str(problem)))
         if bad:
-            told = f"fusedops: of {self.cells} {len(bad)} lines are ignored, the first: {bad[0]:.300}"
+            told = f"fusedops: lines that hold no measurement are ignored ({len(bad)}), the first: {bad[0]:.300}"
             warnings.warn(told, UserWarning, stacklevel=2)
 
     def known(self) -> dict[str, Measured]:
