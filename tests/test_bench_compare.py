@@ -54,6 +54,25 @@ def test_slower_is_by_more_than_noise_in_time_and_in_percent_of_the_copy(new, ve
         assert change.ratio == pytest.approx(ratio)
 
 
+def test_a_backend_that_is_gone_has_lost_its_cells(tmp_path, capsys):
+    base = [
+        record(),
+        record(backend="triton"),
+        record(backend="triton", dtype="fp32"),
+        record(backend="torch", ours=False),
+    ]
+    new = [record(backend="triton")]
+    assert [(c.base["backend"], c.base["dtype"], c.verdict) for c in compare.compare(new, base)] == [
+        ("native", "bf16", "lost"),
+        ("triton", "bf16", "same"),
+    ]
+    assert [c.verdict for c in compare.compare(new, base, ["triton"])] == ["same"]  # native was not asked for
+    assert main(["bench", "compare", write(tmp_path / "new.jsonl", *new), write(tmp_path / "base.jsonl", *base)]) == 1
+    shown = capsys.readouterr().out
+    assert "layer_norm fwd bf16 native 8192x4096: not measured: the backend is not there" in shown
+    assert "2 cells of ours, 1 lost" in shown
+
+
 def test_the_noisier_of_the_two_runs_counts():
     [change] = compare.compare([record(1.06)], [record(spread=0.07)])
     assert (change.verdict, change.noise) == ("same", pytest.approx(0.07))

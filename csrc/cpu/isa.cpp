@@ -1,10 +1,22 @@
 #include "isa.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
 #include "../build_info.h"
 
 namespace fusedops::cpu {
 
 namespace {
+
+// What the user caps PyTorch's own kernels at, with PyTorch's variable and names.
+Isa most_allowed() {
+  const char* cap = std::getenv("ATEN_CPU_CAPABILITY");
+  if (cap == nullptr) return Isa::avx512;
+  if (std::string_view(cap) == "default") return Isa::base;
+  return std::string_view(cap) == "avx2" ? Isa::avx2 : Isa::avx512;
+}
 
 Isa detect() {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -21,7 +33,7 @@ Isa detect() {
 }  // namespace
 
 Isa active_isa() {
-  static const Isa isa = detect();
+  static const Isa isa = std::min(detect(), most_allowed());
   return isa;
 }
 

@@ -18,8 +18,7 @@ namespace fusedops::cpu {
 constexpr int64_t kGrain = 16384;   // elements that are worth a thread
 constexpr int64_t kSumLength = 32;  // terms a lane adds up before its sum goes on in double
 
-// Calls f(column, load, store) for all columns of [begin, end), a vector at a time; load and store are whole-vector
-// accesses but for the last one, whose lanes past the end read as zero.
+// Accesses of whole vectors.
 template <class V>
 struct Whole {
   template <class T>
@@ -32,6 +31,7 @@ struct Whole {
   }
   FUSEDOPS_ISA_INLINE V only_valid(const V& x) const { return x; }
 };
+// Accesses of the first n lanes.
 template <class V>
 struct Part {
   int64_t n;
@@ -50,6 +50,8 @@ struct Part {
     return lane < static_cast<Lane>(n) ? x : V{};
   }
 };
+// Calls f(column, access) for all columns of [begin, end), a vector at a time; the last one's access may be to a part
+// of a vector, whose other lanes read as zero.
 template <class V, class F>
 FUSEDOPS_ISA_INLINE void for_columns(int64_t begin, int64_t end, const F& f) {
   constexpr int kLanes = kLanesOf<V>;

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   };
   const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
   // The elements of a vector of dy, by index: converted where they are used, or registers spill.
-  const auto load_dy = [&](int stage, int q, int i) {
+  const auto dy_at = [&](int stage, int q, int i) {
     const auto dy = load<DyVec>(dy_slot(stage, q, i));
     if constexpr (kAdd) {
       acc_t d[kVec];
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
           const auto x = load<XVec>(x_slot(stage, q, i));
-          const auto dy = load_dy(stage, q, i);
+          const auto dy = dy_at(stage, q, i);
           acc_t w[kVec];
           load_shared(weight + column(i), w);
 #pragma unroll
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
 #pragma unroll(kAdd ? 1 : kVecs)
           for (int i = 0; i < kVecs; ++i) {
             const auto x = load<XVec>(x_slot(stage, q, i));
-            const auto dy = load_dy(stage, q, i);
+            const auto dy = dy_at(stage, q, i);
             acc_t w[kVec], dx[kVec];
             load_shared(weight + column(i), w);
 #pragma unroll

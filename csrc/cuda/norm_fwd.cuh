@@ -13,7 +13,8 @@
 
 namespace fusedops::cuda {
 
-// Threads at most of a row in registers: 64 registers each; 128 where they hold fp64 or two rows and random bits.
+// Threads at most of a row in registers: 64 registers each; 128 where they hold fp64, or two rows and perhaps random
+// bits.
 template <class Row>
 constexpr int kFwdThreads = sizeof(typename Row::acc_t) == 8 || Row::kStores ? 512 : 1024;
 // 16-byte vectors a thread holds at most: four, or six of four elements.
@@ -30,7 +31,7 @@ struct FwdParams {
 
 __device__ inline float inverse_sqrt(float x) { return rsqrtf(x); }
 __device__ inline double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
-// Of a warp's count, to make a mean that squares are summed about; an exact division in fp32 is a call.
+// Of a warp's count, for the mean that its squares are summed about; an exact division in fp32 is a call.
 __device__ inline float quick_inverse(float x) { return __fdividef(1.0f, x); }
 __device__ inline double quick_inverse(double x) { return 1.0 / x; }
 
@@ -110,7 +111,9 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
   }
   acc_t mean = 0, squares = 0, shift = 0;
-  if constexpr (!kRms) mean = warp_sum(sum) * quick_inverse(acc_t(max(count(warp), 1)));
+  // The one warp of a row has the row's own mean, which no other will correct.
+  const bool alone = blockDim.x == kWarp;
+  if constexpr (!kRms) mean = warp_sum(sum) * (alone ? inverse_hidden : quick_inverse(acc_t(max(count(warp), 1))));
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (valid(i)) {
@@ -122,7 +125,7 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
   }
   squares = warp_sum(squares);
-  if (blockDim.x > kWarp) shift = join_warps<kRms>(exchange, inverse_hidden, count, mean, squares);
+  if (!alone) shift = join_warps<kRms>(exchange, inverse_hidden, count, mean, squares);
   const acc_t rstd = inverse_sqrt(squares * inverse_hidden + static_cast<acc_t>(p.n.eps));
   write_stats<kRms>(p, row, mean, rstd);
   shift *= rstd;

@@ -43,8 +43,9 @@ __device__ inline void store_whole(void* global, uint2 v) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(v.x), "r"(v.y) : "memory");
 }
 
-// Loads 16, 8 or 4 aligned bytes; the compiler moves the load past no other such access. That the neighbours will be
-// read too makes no difference in time and tells these loads from others in the machine code.
+// Loads 16, 8 or 4 aligned bytes that this kernel has not written: the compiler moves the load past no other such
+// access, but may move an ordinary store past it. That the neighbours will be read too makes no difference in time and
+// tells these loads from others in the machine code.
 __device__ inline void load_in_place(uint4& v, const void* global) {
   asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)

@@ -63,13 +63,9 @@ constexpr int vec_width = 16 / static_cast<int>(sizeof(A) > sizeof(B) ? sizeof(A
 
 // ---- element conversions: through intrinsics, which hold under __CUDA_NO_*_CONVERSIONS__ ------------------------
 
-__device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-__device__ inline void narrow(float x, float& y) { y = x; }
-__device__ inline void narrow(double x, double& y) { y = x; }
 __device__ inline void narrow(float x, __half& y) { y = __float2half_rn(x); }
 __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 

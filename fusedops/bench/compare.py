@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config import BACKENDS
 from . import report
 from .records import Record
 
@@ -23,29 +24,34 @@ class Change:
 
     Attributes:
         base: the earlier record, which has a time.
-        new: the later one, which may have none.
+        new: the later one, which may have none; None: the later run has no such backend.
     """
 
     base: Record
-    new: Record
+    new: Record | None
+
+    @property
+    def _timed(self) -> Record:
+        assert self.new is not None
+        return self.new
 
     @property
     def noise(self) -> float:
         """The relative change that says nothing: the least of this kind of machine, or the records' own spread."""
         least = NOISE_CPU if self.base["gpu"] is None else NOISE_GPU
-        return max(least, *((r["q3_us"] - r["q1_us"]) / r["median_us"] for r in (self.base, self.new)))
+        return max(least, *((r["q3_us"] - r["q1_us"]) / r["median_us"] for r in (self.base, self._timed)))
 
     @property
     def ratio(self) -> float:
         """New time by old, plain or each by its copy's, whichever is nearer to 1; 1 where the two disagree."""
-        time = self.new["median_us"] / self.base["median_us"]
-        by_copy = time * self.base["copy_us"] / self.new["copy_us"]
+        time = self._timed["median_us"] / self.base["median_us"]
+        by_copy = time * self.base["copy_us"] / self._timed["copy_us"]
         return max(1.0, min(time, by_copy)) if time > 1 else min(1.0, max(time, by_copy))
 
     @property
     def verdict(self) -> str:
         """``"slower"``, ``"faster"``, ``"same"``, or ``"lost"``: the cell has no time any more."""
-        if self.new["status"] != "ok":
+        if self.new is None or self.new["status"] != "ok":
             return "lost"
         if self.ratio > 1 + self.noise:
             return "slower"
@@ -66,23 +72,39 @@ def check_machine(name: str, base: Sequence[Record]) -> None:
         raise ValueError(f"base: expected records of {name}, got {' and '.join(sorted(known)) or 'none'}")
 
 
-def compare(new: Sequence[Record], base: Sequence[Record]) -> list[Change]:
+def compare(new: Sequence[Record], base: Sequence[Record], backends: Sequence[str] = BACKENDS) -> list[Change]:
     """Pair each cell of ours with the same cell of an earlier run on the same kind of machine.
+
+    Args:
+        new: the later run.
+        base: the earlier one.
+        backends: those of ours that the later run was to measure: one that has no record of a cell that others have a
+            record of is gone, and has lost the cell.
 
     Raises:
         ValueError: the runs are of different machines, or have no cell in common.
     """
     for name in {report.machine(record) for record in new}:
         check_machine(name, base)
-
-    def place(record: Record) -> tuple[str, ...]:
-        return (report.machine(record), *report.cell_of(record))
-
-    timed = {place(record): record for record in base if record["ours"] and record["status"] == "ok"}
-    changes = [Change(timed[place(record)], record) for record in new if record["ours"] and place(record) in timed]
+    found = {_place(record): record for record in new}
+    cells = {_without_backend(record) for record in new}
+    timed = {_place(record): record for record in base if record["ours"] and record["status"] == "ok"}
+    changes = [
+        Change(record, found.get(where))
+        for where, record in timed.items()
+        if where in found or (record["backend"] in backends and _without_backend(record) in cells)
+    ]
     if not changes:
         raise ValueError("base: expected a time of one of these cells of ours at least, got none")
     return changes
+
+
+def _place(record: Record) -> tuple[str, ...]:
+    return (report.machine(record), *report.cell_of(record))
+
+
+def _without_backend(record: Record) -> tuple[str, ...]:
+    return _place({**record, "backend": ""})
 
 
 def print_changes(changes: Sequence[Change]) -> bool:
@@ -100,9 +122,10 @@ def print_changes(changes: Sequence[Change]) -> bool:
     ]
     if rows:
         report.print_table("changed by more than noise", ["", "cell", "before", "now", "change", "noise"], rows)
-    lost = [change.new for change, verdict in zip(changes, verdicts, strict=True) if verdict == "lost"]
-    for record in lost:
-        print(report.reason(record))
+    lost = [change for change, verdict in zip(changes, verdicts, strict=True) if verdict == "lost"]
+    for change in lost:
+        cell = " ".join(report.cell_of(change.base))
+        print(report.reason(change.new) if change.new else f"{cell}: not measured: the backend is not there")
     commits = ", ".join(sorted({str(change.base["commit"] or "unknown")[:12] for change in changes}))
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("lost", "slower", "faster", "same"))
     print(f"Beside commit {commits}: {len(changes)} cells of ours, {counts}.")
@@ -110,7 +133,8 @@ def print_changes(changes: Sequence[Change]) -> bool:
 
 
 def _row(change: Change, verdict: str) -> list[str]:
-    cells = [verdict, " ".join(report.cell_of(change.new)), report.cell(change.base), report.cell(change.new)]
+    cells = [verdict, " ".join(report.cell_of(change.base)), report.cell(change.base)]
     if verdict == "lost":
-        return [*cells, "", ""]
+        return [*cells, report.cell(change.new) if change.new else "gone", "", ""]
+    cells.append(report.cell(change._timed))
     return [*cells, f"{100 * (change.ratio - 1):+.1f}%", f"{100 * change.noise:.1f}%"]

@@ -224,7 +224,7 @@ def _finish(args: argparse.Namespace, *runs: Iterator[Record]) -> int:
     if shared["gpu"] is None:
         print(f"Wall time on a CPU, threads: {torch.get_num_threads()}, warm caches.")
     _draw(records, out)
-    slower = 0 if args.compare is None else _show_changes(records, args.compare)
+    slower = 0 if args.compare is None else _show_changes(records, args.compare, args.backend or BACKENDS)
     print(out)
     return slower or int(any(record["status"] == "FAIL" for record in records))
 
@@ -235,10 +235,10 @@ def _show_progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _show_changes(new: Sequence[Record], base: Sequence[Record]) -> int:
+def _show_changes(new: Sequence[Record], base: Sequence[Record], backends: Sequence[str] = BACKENDS) -> int:
     """Print what became slower or faster; 1 when anything became slower, 2 when the runs can't be compared."""
     try:
-        changes = compare.compare(new, base)
+        changes = compare.compare(new, base, backends)
     except ValueError as error:
         return _refuse(error)
     return int(compare.print_changes(changes))

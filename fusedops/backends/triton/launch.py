@@ -70,7 +70,7 @@ def compile_ahead(
 def refuse_to_compile_while_capturing(kernels: Iterable[Any]) -> None:
     """Let kernels say what to do where they would be compiled while a CUDA graph is captured.
 
-    Launches of compiled kernels pass by here: Triton calls its `_do_compile` for a kernel it does not know yet, alone.
+    Launches of compiled kernels cost nothing more: Triton calls `_do_compile` only for a kernel it does not know yet.
     """
     for kernel in kernels:
         if (compile_kernel := getattr(kernel, "_do_compile", None)) is not None:  # the interpreter's have none
