@@ -66,7 +66,7 @@ FUSEDOPS_ISA_INLINE void sum_gradients(const BwdRows<Acc<x_t>>& r, BwdRow<x_t>& 
     V g = access.load(row.dy + i);
     if (r.weight) g *= access.load(r.weight + i);
     s += g;
-    sx += g * ((access.load(row.x + i) - row.mean) * row.rstd);
+    sx += g * access.only_valid((access.load(row.x + i) - row.mean) * row.rstd);  // lanes past the end may be inf
   });
   row.mean_g = r.n.rms ? Acc<x_t>(0) : static_cast<Acc<x_t>>(sum_g / hidden);
   row.mean_gx = static_cast<Acc<x_t>>(sum_gx / hidden);
