@@ -110,7 +110,7 @@ def load(path: str | None) -> tuple[Row, ...]:
 
 @functools.cache
 def tuned(device: str, index: int) -> Mapping[str, tuple[Row, ...]]:
-    """Return the rows that were tuned on a device of this machine, by op; read once a process.
+    """Return the rows that were tuned on a device of this machine, by op; read once a process, at the first choice.
 
     Args:
         device: its type.

@@ -24,7 +24,8 @@ Facts = dict[str, str]
 def facts(device: torch.device) -> Facts:
     """Return what a measurement on a device holds for: the hardware, and every version that decides how fast it is.
 
-    The CPU is part of it for a GPU as well, whose calls may take longer on the host; the threads are those of PyTorch.
+    The CPU is part of it for a GPU as well, whose calls may take longer on the host. The threads are those that PyTorch
+    has now: set them before the first choice.
     """
     import fusedops
 
