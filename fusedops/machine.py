@@ -36,7 +36,13 @@ def facts(device: torch.device) -> Facts:
         "native": "none" if stamp is None or stamp["why_not"] else stamp["csrc"],  # hash of the kernels' sources
     }
     if device.type != "cuda":
-        return {"device": device.type, "name": cpu_name(), "threads": str(torch.get_num_threads()), **found}
+        return {
+            "device": device.type,
+            "name": cpu_name(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # ATEN_CPU_CAPABILITY may ask for fewer
+            "threads": str(torch.get_num_threads()),
+            **found,
+        }
     return {
         "device": "cuda",
         "name": torch.cuda.get_device_name(device),

@@ -59,7 +59,8 @@ def test_what_is_measured_holds_for_the_cpu_and_its_threads(monkeypatch: pytest.
     assert here == machine.facts(CPU)
     assert (here["name"], here["threads"]) == (machine.cpu_name(), str(torch.get_num_threads()))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1234)
-    assert machine.facts(CPU) == {**here, "threads": "1234"}
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO CPU")
+    assert machine.facts(CPU) == {**here, "threads": "1234", "instructions": "NO CPU"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(machine, "_driver", lambda: "580.82.07")
     gpu = machine.facts(torch.device("cuda", 0))
