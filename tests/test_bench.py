@@ -132,6 +132,14 @@ def test_a_wrong_gradient_fails_backward_alone(tmp_path, plant):
     assert statuses == {"fwd": "ok", "bwd": "FAIL"}
 
 
+@pytest.mark.parametrize("clip", [[], ["--clip"]], ids=["step", "clip+step"])
+def test_every_optimizer_of_ours_is_right(tmp_path, clip):
+    """Adam's gradient has the decay in it, which may cancel it: its error is judged by what was added up."""
+    command = ["bench", "adam", *clip, "--op", "adam,adamw", "--model", "30x1000", "--device", "cpu", "--repeat", "3"]
+    assert main([*command, "--vs", "torch", "--out", str(tmp_path)]) == 0
+    assert {r["status"] for r in read(tmp_path) if r["ours"]} == {"ok"}
+
+
 def test_an_optimizer_that_does_nothing_fails(tmp_path, monkeypatch):
     real = fusedops.optim.AdamW.step
     calls = []

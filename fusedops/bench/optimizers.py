@@ -193,8 +193,6 @@ def _problems(spec: OptimSpec, stepper: Stepper, params: list[Tensor], ours: boo
     for number, (p, old) in enumerate(zip(chosen, before, strict=True)):
         got = _snapshot(p, stepper)
         want, sizes = _exact_step(spec, old, coefficient)
-        if options.clip:
-            sizes["exp_avg_sq"] = 2 * sizes["exp_avg_sq"]  # an error of the norm's counts twice in a square
         weight = "master" if "master" in got else "param"
         if weight == "master" and not torch.equal(got["param"], got["master"].to(p.dtype)):
             wrong.append(f"parameter {number} is not its rounded master")
@@ -232,15 +230,12 @@ def _exact_step(
     start = p.detach().clone()
     optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
     optimizer.step()
-    beta1, beta2 = _HYPER["betas"]
     state = optimizer.state[p]
-    size = beta1 * m.abs() + (1 - beta1) * g.abs()
-    root = (state["exp_avg_sq"] / (1 - beta2**2)).sqrt() + _HYPER["eps"]
-    return {"param": p.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}, {
-        "param": start.abs() + _HYPER["lr"] * size / (1 - beta1**2) / root,
-        "exp_avg": size,
-        "exp_avg_sq": state["exp_avg_sq"],
-    }
+    after = {"weight": p.detach(), **{name: state[name] for name in ("exp_avg", "exp_avg_sq")}}
+    before = {"weight": start, "grad": g, "exp_avg": m, "exp_avg_sq": v}
+    group = spec.optimizer([torch.zeros(1)], **_HYPER).param_groups[0]
+    sizes = spec.condition(group, before, {**after, "step": torch.tensor(2.0)}, coefficient != 1.0)
+    return {"param": after.pop("weight"), **after}, {"param": sizes.pop("weight"), **sizes}
 
 
 # ---------------------------------------------------------------- time
