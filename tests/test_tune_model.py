@@ -200,6 +200,45 @@ def test_after_an_error_all_is_as_it_was(net: Net) -> None:
     assert dispatch.recorder is None
 
 
+class Restless(nn.Module):
+    """Does to its tensors what a step seldom does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = fusedops.nn.LayerNorm(16)
+        self.register_buffer("grown", torch.zeros(2))
+        self.register_buffer("signed", torch.zeros(3))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.scripted = torch.jit.script(nn.Linear(16, 16))
+        self.batch = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.grown.resize_(5).fill_(1.0)
+        self.signed.neg_()
+        return self.batch(self.scripted(self.norm(x)))
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["as it should", "with an error"])
+def test_odd_tensors_and_modules_are_as_before(wrong: bool) -> None:
+    model = Restless().eval()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    if wrong:
+        model.batch.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fusedops.warmup(model, torch.randn(8, 16))
+    else:
+        fusedops.warmup(model, torch.randn(8, 16))
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        want = before[name]
+        assert t.shape == want.shape, name
+        assert torch.equal(t.to_dense(), want.to_dense()), name
+        assert torch.equal(torch.signbit(t.to_dense()), torch.signbit(want.to_dense())), name
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_failed_recording_ends(home: Path, net: Net) -> None:
     batch = (torch.randn(4, 5, 16), "no number")
     before = everything(net)

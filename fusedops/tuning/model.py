@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -271,21 +271,47 @@ def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    values = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
+    buffers = [dict(module._buffers.items()) for module in modules]
+    tensors = list(dict.fromkeys((*model.parameters(), *model.buffers())))
+    values = [(t, _version(t), t.detach().clone()) for t in tensors]
     grads = [(p, p.grad) for p in model.parameters()]
     with torch.random.fork_rng(_devices(model, batch)):
         try:
             model.train()
             yield
         finally:
-            for module, mode, names in zip(modules, modes, buffers, strict=True):
-                module.training = mode
-                module._buffers.clear()
-                module._buffers.update(names)
-            for t, value in values.items():
-                if not torch.equal(t, value):
-                    t.data.copy_(value)  # not seen by graphs that the caller keeps
-            for p, grad in grads:
-                p.grad = grad
             torch.clear_autocast_cache()
+            with ExitStack() as undo:  # does all, last one first, whatever one of them raises
+                for value in values:
+                    undo.callback(_restore_value, *value)
+                for module, names in zip(modules, buffers, strict=True):
+                    undo.callback(_restore_buffers, module, names)
+                for module, mode in zip(modules, modes, strict=True):
+                    undo.callback(setattr, module, "training", mode)
+                for p, grad in grads:
+                    undo.callback(setattr, p, "grad", grad)
+
+
+def _version(t: Tensor) -> int | None:
+    """Count the changes that PyTorch has seen; None where it does not count."""
+    return None if t.is_inference() else t._version
+
+
+def _restore_buffers(module: nn.Module, names: dict[str, Tensor | None]) -> None:
+    if isinstance(module, torch.jit.ScriptModule):  # has the same buffers all its life
+        return
+    module._buffers.clear()
+    module._buffers.update(names)
+
+
+def _restore_value(t: Tensor, version: int | None, value: Tensor) -> None:
+    """Write a value back, unseen by graphs that the caller keeps, where the tensor has another."""
+    if t.shape != value.shape or t.dtype != value.dtype:
+        t.data = value
+        return
+    try:
+        same = torch.equal(t, value)
+    except (RuntimeError, NotImplementedError):  # of sparse, nested and meta tensors, for example
+        same = True
+    if not same or version != _version(t):
+        t.data.copy_(value)
