@@ -140,6 +140,12 @@ def test_every_optimizer_of_ours_is_right(tmp_path, clip):
     assert {r["status"] for r in read(tmp_path) if r["ours"]} == {"ok"}
 
 
+def test_rows_of_one_column_are_right(tmp_path):
+    command = ["bench", "norm", "--op", "layer_norm", "--device", "cpu", "--shape", "64x1", "--dtype", "fp32"]
+    assert main([*command, "--repeat", "3", "--vs", "torch", "--out", str(tmp_path)]) == 0
+    assert {r["status"] for r in read(tmp_path)} == {"ok"}
+
+
 def test_an_optimizer_that_does_nothing_fails(tmp_path, monkeypatch):
     real = fusedops.optim.AdamW.step
     calls = []

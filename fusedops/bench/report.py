@@ -131,7 +131,7 @@ def reason(record: Record) -> str:
     where = f"{record['op']} {record['dtype']} {record['backend']}"
     if record["status"] == "FAIL":
         where += f" {record['direction']} {_size(record)}"
-    return f"{record['status']}: {where}: {record['reason']}"
+    return f"{record['status']}: {where}: {record.get('reason', 'no reason given')}"
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
