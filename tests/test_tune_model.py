@@ -191,11 +191,12 @@ def test_warmup_leaves_all_as_it_was(net: Net) -> None:
         assert same(before, everything(net))
 
 
-def test_after_an_error_all_is_as_it_was(net: Net) -> None:
+@pytest.mark.parametrize("function", [fusedops.warmup, fusedops.tune])
+def test_after_an_error_all_is_as_it_was(home: Path, net: Net, function: Callable[..., object]) -> None:
     batch = (torch.randn(4, 5, 16), "no number")
     before = everything(net)
     with pytest.raises(TypeError):
-        fusedops.warmup(net, batch)
+        function(net, batch)
     assert same(before, everything(net))
     assert dispatch.recorder is None
 
@@ -237,15 +238,6 @@ def test_odd_tensors_and_modules_are_as_before(wrong: bool) -> None:
         assert torch.equal(torch.signbit(t.to_dense()), torch.signbit(want.to_dense())), name
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
     assert not any(module.training for module in model.modules())
-
-
-def test_a_failed_recording_ends(home: Path, net: Net) -> None:
-    batch = (torch.randn(4, 5, 16), "no number")
-    before = everything(net)
-    with pytest.raises(TypeError):
-        fusedops.tune(net, batch)
-    assert same(before, everything(net))
-    assert dispatch.recorder is None
 
 
 Pair = namedtuple("Pair", "first second")

@@ -344,10 +344,6 @@ inline int __all_sync(unsigned mask, int predicate, emulator::Site site = emulat
   return __ballot_sync(mask, predicate, site) == mask;
 }
 
-template <class T>
-T __ldg(const T* p) {
-  return *p;
-}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
