@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from tune_helpers import BF16, NEEDS_GPU, tuned_file
+from tune_helpers import BF16, NEEDS_GPU, everything, same, tuned_file
 
 import fusedops
 from fusedops import dispatch
@@ -35,16 +35,6 @@ class Net(nn.Module):
         y = self.batch(y.flatten(0, 1)).view_as(y)
         y = fusedops.layer_norm(self.drop(self.third(y)), 24, backend="reference")  # named: not the table's business
         return {"logits": y * scale, "ids": torch.arange(3), "more": [y.mean()]}
-
-
-def everything(model: nn.Module) -> list[Any]:
-    state = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*state, *grads, torch.get_rng_state(), *(module.training for module in model.modules())]
-
-
-def same(before: list[Any], after: list[Any]) -> bool:
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
 
 
 @pytest.fixture

@@ -32,3 +32,13 @@ def tuned_file() -> Path:
 def call(rows: int = 1023, hidden: int = 64, dtype: torch.dtype = F32, weight: torch.dtype = F32) -> Call:
     dtypes = (("input", dtype), ("weight", weight), ("bias", weight), ("output", dtype))
     return Call("layer_norm", "cpu", -1, dtypes, hidden, rows)
+
+
+def everything(model: torch.nn.Module) -> list[Any]:
+    state = [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*state, *grads, torch.get_rng_state(), *(module.training for module in model.modules())]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ..config import CONFIG
 from ..dispatch import Call
 from ..errors import UnsupportedError
 from ..ops._common import wide
+from .preserve import preserving
 
 if TYPE_CHECKING:
     from .cells import Cell
@@ -58,9 +58,10 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
     """Measure the backends for the calls that a training step of ``model`` makes, and use the best from now on.
 
     Runs the step, forward and backward in training mode, 13 times: once for what it calls, and six times each for its
-    time before and after. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards
-    (which takes memory for a copy of the parameters and buffers); what else the model's own code keeps is not. Each
-    step has a copy of the batch's tensors, and the graph and the gradients behind them are left alone.
+    time before and after. Parameters, gradients, buffers, modes and PyTorch's random numbers are as before afterwards,
+    also after an error or Ctrl-C (which takes memory for a copy of the parameters and buffers); what else the model's
+    own code keeps is not. Each step has a copy of the batch's tensors, and the graph and the gradients behind them are
+    left alone.
 
     Args:
         model: calls fusedops' ops, as after ``fusedops.patch``; where it and the batch are is where is measured.
@@ -91,9 +92,9 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
     budget = number("tune", "budget", budget, "a finite number > 0", math.ulp(0.0))
     if CONFIG.disabled:
         raise UnsupportedError("tune: FUSEDOPS_DISABLE=1 is set: everything is plain PyTorch, and nothing is chosen")
-    with _preserved(model, batch):
-        recorded = [recorded_cell(*call) for call in _recorded(model, batch)]
-        before = _step_ms(model, batch)
+    devices = _devices(model, batch)
+    calls, before = preserving(model, devices, lambda: (_recorded(model, batch), _step_ms(model, batch)))
+    recorded = [recorded_cell(*call) for call in calls]
     choices = [dispatch.select(cell.call).backend for cell in recorded]
     measured: list[Measured] = []
     not_reached: list[str] = []
@@ -111,8 +112,8 @@ def tune(model: nn.Module, batch: Any, budget: float = 60) -> TuneReport:
         not_reached += [str(cell) for cell in found.not_reached]
         files.append(str(path))
     dispatch.forget_tuned()
-    with _preserved(model, batch):  # whatever was chosen: a distributed model's other processes take as many steps
-        after = _step_ms(model, batch)
+    # Whatever was chosen: a distributed model's other processes take as many steps.
+    after = preserving(model, devices, lambda: _step_ms(model, batch))
     if choices == [dispatch.select(cell.call).backend for cell in recorded]:
         after = before
     report = TuneReport(tuple(measured), tuple(not_reached), ", ".join(files) or None, before, after)
@@ -137,10 +138,7 @@ def warmup(model: nn.Module, batch: Any) -> None:
         RuntimeError: a CUDA graph is being captured already, or ``torch.inference_mode`` is on.
     """
     _check("warmup", model)
-    with _preserved(model, batch):
-        _step(model, batch)
-        for device in _devices(model, batch):
-            torch.cuda.synchronize(device)
+    preserving(model, _devices(model, batch), lambda: _finished_step(model, batch))
 
 
 def _check(owner: str, model: Any) -> None:
@@ -172,6 +170,12 @@ def _step(model: nn.Module, batch: Any) -> None:
         loss = _loss(output)
     with torch.autocast(loss.device.type, enabled=False):
         loss.backward()
+
+
+def _finished_step(model: nn.Module, batch: Any) -> None:
+    _step(model, batch)
+    for device in _devices(model, batch):
+        torch.cuda.synchronize(device)
 
 
 def _loss(output: Any) -> Tensor:
@@ -261,57 +265,3 @@ def _recorded(model: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
     finally:
         dispatch.recorder = None
     return [(call, rows, *others) for call, rows, *others in calls if rows and call.hidden]
-
-
-@contextmanager
-def _preserved(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Train in the block, and leave parameters, gradients, buffers, modes and random numbers as they were.
-
-    A model may write to its parameters in forward, behind PyTorch's back as well, so all are copied.
-    """
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers.items()) for module in modules]
-    tensors = list(dict.fromkeys((*model.parameters(), *model.buffers())))
-    values = [(t, _version(t), t.detach().clone()) for t in tensors]
-    grads = [(p, p.grad) for p in model.parameters()]
-    with torch.random.fork_rng(_devices(model, batch)):
-        try:
-            model.train()
-            yield
-        finally:
-            torch.clear_autocast_cache()
-            with ExitStack() as undo:  # does all, last one first, whatever one of them raises
-                for value in values:
-                    undo.callback(_restore_value, *value)
-                for module, names in zip(modules, buffers, strict=True):
-                    undo.callback(_restore_buffers, module, names)
-                for module, mode in zip(modules, modes, strict=True):
-                    undo.callback(setattr, module, "training", mode)
-                for p, grad in grads:
-                    undo.callback(setattr, p, "grad", grad)
-
-
-def _version(t: Tensor) -> int | None:
-    """Count the changes that PyTorch has seen; None where it does not count."""
-    return None if t.is_inference() else t._version
-
-
-def _restore_buffers(module: nn.Module, names: dict[str, Tensor | None]) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # has the same buffers all its life
-        return
-    module._buffers.clear()
-    module._buffers.update(names)
-
-
-def _restore_value(t: Tensor, version: int | None, value: Tensor) -> None:
-    """Write a value back, unseen by graphs that the caller keeps, where the tensor has another."""
-    if t.shape != value.shape or t.dtype != value.dtype:
-        t.data = value
-        return
-    try:
-        same = torch.equal(t, value)
-    except (RuntimeError, NotImplementedError):  # of sparse, nested and meta tensors, for example
-        same = True
-    if not same or version != _version(t):
-        t.data.copy_(value)
