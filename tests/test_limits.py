@@ -264,6 +264,31 @@ def test_rows_far_from_zero(op: str, width: int, backend: str, device: str) -> N
     assert_sound_on(spec, case, sample, backend)
 
 
+@pytest.mark.parametrize("backend", ["native", "triton"], indirect=True)
+@pytest.mark.parametrize("op", ["layer_norm_bwd", "add_layer_norm_bwd"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("width", [1, 24, 100, 1000, 5119, 40_000])
+def test_no_element_past_the_end_counts(op: str, dtype: torch.dtype, width: int, backend: str, device: str) -> None:
+    """In constant rows so large that zero, which stands for an absent element, less the mean and times rstd, is inf."""
+    total = torch.full((5, width), 3e36, dtype=dtype, device=device)
+    dy, dsum = (torch.randint(-1, 2, (5, width), device=device).to(dtype) for _ in range(2))
+    weight = torch.randint(1, 3, (width,), device=device).to(dtype)
+    stats = total[:, 0].float(), torch.full((5,), 1e-5, device=device).rsqrt()
+    shape = [[width]] if backend == "native" else []
+    bwd = getattr(torch.ops.fusedops if backend == "native" else fusedops.backends.get(backend), op)
+    g = dy.double() * weight
+    want = stats[1][:, None] * (g - g.mean(1, keepdim=True))  # x̂ is zero
+    if op == "layer_norm_bwd":
+        dx, dweight, dbias = bwd(dy, total, *shape, weight, *stats, [True] * 3, dtype)
+    else:
+        rest = (None, 0.0, False, [True] * 4, dtype, dtype, dtype)
+        _, dx, dweight, dbias = bwd(dy, dsum, total, *shape, weight, *stats, *rest)
+        want += dsum
+    torch.testing.assert_close(dx, want.to(dtype))
+    assert torch.equal(dweight, torch.zeros_like(weight))
+    assert torch.equal(dbias, dy.sum(0))
+
+
 @every_op
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("width", [7, 1000, 70_000])

@@ -293,6 +293,17 @@ def _store_partial(ptr, partial, program, cols, hidden, MASKED: tl.constexpr):
     tl.store(ptr + program * hidden + cols, partial, mask=(cols < hidden) if MASKED else None)
 
 
+@triton.jit
+def _xhat(x, mean, rstd, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexpr):
+    """x̂, zero past the row's end: (0 - mean) · rstd may be inf there, and inf times a gradient of zero is NaN."""
+    if CENTER:
+        x = x - mean
+    x = x * rstd
+    if CENTER and MASKED:
+        x = tl.where((cols < hidden)[None, :], x, 0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["rows", "threshold"])
 def norm_bwd_kernel(
     dy_ptr,  # [rows, hidden], row stride dy_stride
@@ -326,7 +337,7 @@ def norm_bwd_kernel(
     """Persistent programs: each takes every num_programs-th group of ROWS rows and keeps its dweight and dbias.
 
     `STAGES` groups are in flight: the pipeliner copies the coming ones into shared memory while one is worked on.
-    Rows and columns beyond the end load as zero, and a zero dy adds nothing to any sum.
+    Rows and columns beyond the end load as zero, and a zero dy adds nothing to any sum, x̂ being finite there.
     """
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, MAIN)
@@ -344,21 +355,19 @@ def norm_bwd_kernel(
         row = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
         live = row < rows
         mask = _row_mask(live, cols, hidden, MASK_MAIN)
-        xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
+        x = _load_rows(x_ptr, row, x_stride, cols, mask)
         dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask)
         if TAIL > 0:
             tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
-            tail_xhat = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
+            tail_x = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
             tail_dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, tail_cols, tail_mask)
         rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+        mean = 0.0
         if CENTER:
             mean = tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
-            xhat = xhat - mean
-            if TAIL > 0:
-                tail_xhat = tail_xhat - mean
-        xhat = xhat * rstd
+        xhat = _xhat(x, mean, rstd, cols, hidden, CENTER, MASK_MAIN)
         if TAIL > 0:
-            tail_xhat = tail_xhat * rstd
+            tail_xhat = _xhat(tail_x, mean, rstd, tail_cols, hidden, CENTER, MASKED)
 
         if dw_ptr is not None:
             dweight += tl.sum(dy * xhat, axis=0)
