@@ -113,6 +113,32 @@ def test_an_interrupted_run_keeps_its_records(tmp_path, capsys, monkeypatch, aft
     assert results.read_text() == (tmp_path / "a" / "bench.jsonl").read_text()
 
 
+def test_too_little_memory_for_a_cell_is_told_and_the_run_goes_on(tmp_path, capsys):
+    """Shapes that no address space holds: the norm's inputs, which all contenders share, and an optimizer's."""
+    fp32 = ["--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]
+    assert main([*NORM, "--op", "rms_norm", "--shape", "100000000000000x8", "--shape", "8x8", *fp32]) == 1
+    assert main([*ADAM, "--model", "1x100000000000000", "--model", "2x8", *fp32]) == 1
+    lacking = [(r["op"], r.get("model", r.get("shape"))) for r in read(tmp_path) if r["status"] == "n/a"]
+    huge = [100000000000000, 8]
+    assert lacking == [("rms_norm", huge)] * 4 + [("adamw", "1x100000000000000")] * 2
+    assert sum(r["status"] == "ok" for r in read(tmp_path)) == 2 * 4 + 2 * 2
+    shown = capsys.readouterr().out
+    for cell in ("rms_norm fp32 reference bwd 100000000000000x8", "adamw fp32 torch step 1x100000000000000"):
+        assert f"n/a: {cell}: out of memory: RuntimeError: " in shown
+
+
+@pytest.mark.parametrize("where", ["_make", "_truth", "_contend"])
+def test_a_gpus_lack_of_memory_is_told(tmp_path, capsys, monkeypatch, where):
+    def lack(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 EiB")
+
+    monkeypatch.setattr(ops, where, lack)
+    run = [*NORM, "--op", "rms_norm", "--dtype", "fp32", "--vs", "torch", "--direction", "fwd"]
+    assert main([*run, "--out", str(tmp_path)]) == 1
+    assert [(r["backend"], r["status"]) for r in read(tmp_path)] == [("reference", "n/a"), ("torch", "n/a")]
+    assert "torch fwd 64x32: out of memory: OutOfMemoryError: CUDA out of memory." in capsys.readouterr().out
+
+
 def test_a_wrong_kernel_gets_fail_and_no_time(tmp_path, capsys, plant):
     plant("layer_norm", lambda right, *args: right(*args) * 1.001)
     assert main([*NORM, "--dtype", "fp32", "--vs", "torch", "--out", str(tmp_path)]) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from .. import testing
 from ..config import BACKENDS
-from ..errors import UnsupportedError
 from ..registry import OPS, Case, OpSpec, Sample, short
 from . import peers, timing
-from .peers import NotServed
-from .records import Record, speed
+from .records import Record, speed, unmeasured
 
 DIRECTIONS = ("fwd", "bwd")
 # Dtype of the input and of every parameter; under amp both differ.
@@ -70,8 +68,8 @@ def default_shapes(device: torch.device, quick: bool) -> list[tuple[int, int]]:
 def run(names: Sequence[str], options: Options) -> Iterator[Record]:
     """Yield a record for each op, dtype, shape, contender and direction.
 
-    A contender that computes something else has ``status`` ``"FAIL"``, one that can't run ``"n/a"``; both have the
-    reason and no time.
+    A contender that computes something else has ``status`` ``"FAIL"``, one that can't run, also for want of
+    memory, ``"n/a"``; both have the reason and no time.
     """
     for name in names:
         for dtypes in options.dtypes:
@@ -105,35 +103,33 @@ def run_case(spec: OpSpec, case: Case, dtypes: str, options: Options) -> Iterato
 
 
 def _run_case(spec: OpSpec, case: Case, dtypes: str, options: Options) -> Iterator[Record]:
-    bench = _make(spec, case, options.device)
+    @cache  # not what it raises: for want of memory
+    def shared() -> tuple[_Bench, dict[str, Tensor]]:
+        bench = _make(spec, case, options.device)
+        return bench, _truth(bench)
+
     contenders: dict[str, Callable[[], peers.Function]] = {
         name: partial(_ours, spec, name) for name in options.backends
     }
     contenders |= {
         name: partial(peers.load, name, spec.name, dtypes == "amp", options.device) for name in options.peers
     }
-    truth = _truth(bench)
     head = {
         "family": spec.family,
         "op": spec.name,
         "shape": list(case.shape),
         "dtype": dtypes,
-        "dtypes": {name: short(dtype) for name, dtype in bench.case.dtypes.items()},
+        "dtypes": {name: short(dtype) for name, dtype in case.dtypes.items()},
     }
     for name, load in contenders.items():
         found: dict[str, Record]
         try:
+            bench, truth = shared()
             found = _contend(bench, load(), truth, name, options)
-        except (UnsupportedError, NotServed, ImportError, torch.OutOfMemoryError) as error:
-            found = {key: {"status": "n/a", "reason": _first_line(error)} for key in options.directions}
         except Exception as error:  # whatever a package raises is a result of this run, not its end
-            found = {key: {"status": "FAIL", "reason": _first_line(error)} for key in options.directions}
+            found = dict.fromkeys(options.directions, unmeasured(error))
         for direction, record in found.items():
             yield {**head, "backend": name, "ours": name in options.backends, "direction": direction, **record}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _ours(spec: OpSpec, backend: str) -> peers.Function:

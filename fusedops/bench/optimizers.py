@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import testing
-from ..errors import UnsupportedError
 from ..registry import OPTIMS, OptimSpec, short
 from . import peers, timing
-from .peers import NotServed, Stepper
-from .records import Record, speed
+from .peers import Stepper
+from .records import Record, speed, unmeasured
 
 Shapes = list[tuple[int, ...]]
 # dtype of the parameters and gradients, dtype of the moments, fp32 masters?
@@ -121,10 +120,8 @@ def _run_config(spec: OptimSpec, model: str, shapes: Shapes, config: str, option
         ours = name in options.backends
         try:
             record = _contend(spec, name, ours, shapes, CONFIGS[config], total, options)
-        except (UnsupportedError, NotServed, ImportError, torch.OutOfMemoryError) as error:
-            record = {"status": "n/a", "reason": _first_line(error)}
         except Exception as error:  # whatever a package raises is a result of this run, not its end
-            record = {"status": "FAIL", "reason": _first_line(error)}
+            record = unmeasured(error)
         yield {**head, "backend": name, "ours": ours, **record}
 
 
@@ -144,10 +141,6 @@ def _contend(
     if wrong := _problems(spec, stepper, params, ours, options):
         return {"status": "FAIL", "reason": "; ".join(wrong)}
     return {"status": "ok", **_time(stepper, total, options)}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

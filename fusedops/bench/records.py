@@ -14,7 +14,11 @@ import torch
 
 import fusedops
 
+from ..errors import UnsupportedError
+from .peers import NotServed
+
 Record = dict[str, Any]
+_OUT_OF_MEMORY = "out of memory"
 
 
 def facts(device: torch.device, commit: str | None = None) -> Record:
@@ -86,3 +90,20 @@ def speed(median_us: float, total_bytes: int, copy_us: float) -> Record:
         "copy_us": round(copy_us, 2),
         "percent_of_copy": round(100 * copy_us / median_us, 1),
     }
+
+
+def unmeasured(error: Exception) -> Record:
+    """Return what is written of a cell that raised: ``"n/a"`` and why where it can't run here, else ``"FAIL"``."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    # A CPU's allocator and the CUDA driver raise errors of no type of their own.
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        text in str(error) for text in ("out of memory", "can't allocate memory")
+    ):
+        return {"status": "n/a", "reason": f"{_OUT_OF_MEMORY}: {reason}"}
+    absent = isinstance(error, (UnsupportedError, NotServed, ImportError))
+    return {"status": "n/a" if absent else "FAIL", "reason": reason}
+
+
+def ran_out(record: Record) -> bool:
+    """Whether a cell has no time for want of memory."""
+    return str(record.get("reason")).startswith(_OUT_OF_MEMORY)

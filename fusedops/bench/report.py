@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._files import append_records, read_records, write_figure
-from .records import Record
+from .records import Record, ran_out
 
 # Ours stand out; the colours are those that people with colour blindness tell apart (Okabe and Ito).
 _COLOURS = {
@@ -127,9 +127,9 @@ def print_tables(records: Sequence[Record]) -> None:
 
 
 def reason(record: Record) -> str:
-    """Say why a cell has no time; a FAIL names its cell, what is merely absent is said once."""
+    """Say why a cell has no time; a FAIL and a lack of memory name their cell, what is merely absent is said once."""
     where = f"{record['op']} {record['dtype']} {record['backend']}"
-    if record["status"] == "FAIL":
+    if record["status"] == "FAIL" or ran_out(record):
         where += f" {record['direction']} {_size(record)}"
     return f"{record['status']}: {where}: {record.get('reason', 'no reason given')}"
 

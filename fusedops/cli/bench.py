@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..bench import compare, ops, optimizers, peers, report
-from ..bench.records import Record, facts
+from ..bench.records import Record, facts, ran_out
 from ..config import BACKENDS
 from . import listed, parse_device
 
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; 1 for wrong results or slower ones, 2 when it can't be done or written, 130 if interrupted."""
+    """Do what was asked; 1 for results that are wrong, slower or lack memory, 2 if it can't be, 130 if interrupted."""
     bench: Callable[[argparse.Namespace], int] = args.bench
     try:
         return bench(args)
@@ -226,7 +226,7 @@ def _finish(args: argparse.Namespace, *runs: Iterator[Record]) -> int:
     _draw(records, out)
     slower = 0 if args.compare is None else _show_changes(records, args.compare, args.backend or BACKENDS)
     print(out)
-    return slower or int(any(record["status"] == "FAIL" for record in records))
+    return slower or int(any(record["status"] == "FAIL" or ran_out(record) for record in records))
 
 
 def _show_progress(text: str) -> None:
