@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
-from fusedops.bench import compare, report, timing
+from fusedops import machine
+from fusedops.bench import compare, records, report, timing
 from fusedops.cli import main
 
 RECORD = {"op": "layer_norm", "direction": "fwd", "dtype": "bf16", "backend": "native", "shape": [8192, 4096],
           "ours": True, "status": "ok", "median_us": 100.0, "q1_us": 99.0, "q3_us": 101.0, "copy_us": 90.0,
-          "percent_of_copy": 90.0, "gpu": "G", "threads": 4, "commit": "0123456789abcdef", "dirty": False,
-          "torch": "2.13.0"}  # fmt: skip
+          "percent_of_copy": 90.0, "gpu": "G", "cpu": "C", "threads": 4, "commit": "0123456789abcdef",
+          "dirty": False, "torch": "2.13.0"}  # fmt: skip
 NORM = ["bench", "norm", "--device", "cpu", "--shape", "64x32", "--repeat", "3", "--backend", "reference",
         "--op", "rms_norm", "--dtype", "fp32", "--vs", "torch"]  # fmt: skip
 
@@ -135,8 +136,38 @@ def test_nothing_slower_is_no_error(tmp_path, capsys):
 def test_runs_of_two_machines_are_refused_in_one_line(tmp_path, capsys):
     base = write(tmp_path / "base.jsonl", record(), record(gpu=None, dtype="fp32"))
     assert main(["bench", "compare", write(tmp_path / "new.jsonl", record(gpu="H")), base]) == 2
-    message = "fusedops bench: base: expected records of H, got CPU, 4 threads and G\n"
+    message = "fusedops bench: base: expected records of H, got C, 4 threads and G\n"
     assert capsys.readouterr().err == message
+
+
+OTHERS = [{"gpu": "H"}, {"gpu": None}, {"gpu": None, "cpu": "D"}, {"gpu": None, "threads": 8}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_file_of_several_machines_is_compared_with_the_same_one_alone(tmp_path, capsys, other):
+    base = write(tmp_path / "base.jsonl", record(), record(9.0, **other))
+    assert report.read_jsonl(tmp_path / "base.jsonl") == [record(), record(9.0, **other)]
+    assert main(["bench", "compare", write(tmp_path / "new.jsonl", record(1.1)), base]) == 1
+    assert "1 cells of ours, 0 lost, 1 slower, 0 faster, 0 same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_chart_is_of_one_machine(tmp_path, capsys, monkeypatch, other):
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda records, folder: drawn.append(records) or [])
+    file, name = write(tmp_path / "both.jsonl", record(), record(2.0, **other)), report.machine({**RECORD, **other})
+    assert main(["bench", "plot", file]) == 2
+    assert main(["bench", "plot", file, "--machine", "another"]) == 2
+    names = " and ".join(sorted(["G", name]))
+    message = f"fusedops bench: {file}: expected records of one machine, which --machine may name, got {names}\n"
+    assert capsys.readouterr().err == 2 * message
+    assert main(["bench", "plot", file, "--machine", name]) == 0
+    assert drawn == [[record(2.0, **other)]]
+
+
+def test_a_machine_without_gpu_is_its_cpu_and_threads():
+    found = report.machine(records.facts(torch.device("cpu")))
+    assert found == f"{machine.cpu_name()}, {torch.get_num_threads()} threads"
 
 
 @pytest.mark.parametrize("content", ["no JSON\n", '{"op": "layer_norm"}\n', None])
@@ -154,7 +185,7 @@ def test_a_base_that_is_no_results_file_is_refused(tmp_path, capsys, command, co
 def test_a_base_of_another_machine_is_refused_before_anything_is_measured(tmp_path, capsys):
     base, out = write(tmp_path / "base.jsonl", record()), tmp_path / "out"
     assert main([*NORM, "--out", str(out), "--compare", base]) == 2
-    expected = f"base: expected records of CPU, {torch.get_num_threads()} threads, got G\n"
+    expected = f"base: expected records of {machine.cpu_name()}, {torch.get_num_threads()} threads, got G\n"
     assert capsys.readouterr().err.endswith(expected)
     assert not out.exists()
 

@@ -318,7 +318,7 @@ def test_a_row_of_backends_that_are_not_here_is_passed_by(monkeypatch):
 
 RECORD = {"op": "layer_norm", "direction": "fwd", "dtype": "fp32", "backend": "native", "shape": [1, 2], "ours": True,
           "status": "ok", "percent_of_copy": 90.0, "copy_us": 9.0, "median_us": 10.0, "q1_us": 9.9, "q3_us": 10.2,
-          "gpu": None, "threads": 1, "commit": None, "dirty": None, "torch": "2.13.0"}  # fmt: skip
+          "gpu": None, "cpu": "C", "threads": 1, "commit": None, "dirty": None, "torch": "2.13.0"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

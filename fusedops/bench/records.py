@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import fusedops
 
 from ..errors import UnsupportedError
+from ..machine import cpu_name
 from .peers import NotServed
 
 Record = dict[str, Any]
@@ -35,7 +35,7 @@ def facts(device: torch.device, commit: str | None = None) -> Record:
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "commit": found,
         "dirty": dirty,

@@ -33,7 +33,7 @@ def write_jsonl(records: Iterable[Record], path: Path) -> None:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """Read records; of two of the same cell the later one stands.
+    """Read records; of two of the same cell on the same machine the later one stands.
 
     Raises:
         ValueError: a line that is no record, with its number.
@@ -43,7 +43,8 @@ def read_jsonl(path: Path) -> list[Record]:
         if not _is_record(record):
             text = json.dumps(record)[:60]
             raise ValueError(f"{path}:{number}: expected a record of fusedops bench, got {text!r}")
-        found[cell_of(record)] = record
+        where = (machine(record), *cell_of(record))
+        found[where] = record
     return list(found.values())
 
 
@@ -57,15 +58,15 @@ def cell_of(record: Record) -> tuple[str, ...]:
 
 
 def machine(record: Record) -> str:
-    """Name the GPU or, for a CPU, the number of threads."""
-    return str(record["gpu"] or f"CPU, {record['threads']} threads")
+    """Name the GPU or, without one, the CPU and the number of threads."""
+    return str(record["gpu"] or f"{record['cpu']}, {record['threads']} threads")
 
 
 def _is_record(record: Any) -> bool:
     """Whether a value has what tables and charts are made of."""
     return (
         isinstance(record, dict)
-        and record.keys() >= {"status", "ours", "gpu", "threads", "commit", "dirty", "torch"}
+        and record.keys() >= {"status", "ours", "gpu", "cpu", "threads", "commit", "dirty", "torch"}
         and all(isinstance(record.get(name), str) for name in (*_NAMES, "status", "torch"))
         and isinstance(record["commit"], str | None)
         and (isinstance(record.get("model"), str) or isinstance(record.get("shape"), list))
@@ -165,7 +166,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     """Draw one PNG for each op: bars of % of a copy by size, a panel for each direction and dtype.
 
     Args:
-        records: of one or more runs; a cell that failed says FAIL, one that was not run leaves a gap.
+        records: of one or more runs on one machine; a cell that failed says FAIL, one that was not run leaves a gap.
         folder: where the files go.
 
     Returns:
@@ -218,14 +219,13 @@ def _is_ours(records: Sequence[Record], name: str) -> bool:
 
 
 def _title(op: str, records: Sequence[Record]) -> str:
-    """Name what was measured, where and from which source; more than one of these are all named."""
-    where = " and ".join(_ordered(map(machine, records)))
+    """Name what was measured, where and from which source; of more than one version all are named."""
     commits = ", ".join(
         _ordered(f"{(r['commit'] or 'unknown')[:12]}{' + changes' if r['dirty'] else ''}" for r in records)
     )
     versions = " and ".join(_ordered(f"torch {r['torch']}" for r in records))
     what = f"{op}: speed against a copy that moves the same bytes (higher is better)"
-    return f"{what}\n{where} · commit {commits} · {versions}"
+    return f"{what}\n{machine(records[0])} · commit {commits} · {versions}"
 
 
 def _bars(axes: Any, records: Sequence[Record], names: Sequence[str]) -> None:

@@ -43,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plot = families.add_parser("plot", help="draw the charts of a results file")
     plot.add_argument("file", type=Path, help="JSON lines written by an earlier run")
     plot.add_argument("--out", type=Path, help="folder for the PNG files (default: that of FILE)")
+    plot.add_argument("--machine", metavar="NAME", help="whose records, where FILE holds those of several machines")
     plot.set_defaults(bench=_plot)
 
 
@@ -248,7 +249,7 @@ def _compare(args: argparse.Namespace) -> int:
     return _show_changes(args.new, args.base)
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception | str) -> int:
     print(f"fusedops bench: {error}", file=sys.stderr)
     return 2
 
@@ -264,8 +265,11 @@ def _plot(args: argparse.Namespace) -> int:
     try:
         records = report.read_jsonl(args.file)
     except (OSError, ValueError) as error:
-        print(f"fusedops bench plot: {error}", file=sys.stderr)
-        return 2
-    for path in report.draw(records, args.out or args.file.parent):
+        return _refuse(error)
+    wanted = [record for record in records if args.machine in (None, report.machine(record))]
+    if len(set(map(report.machine, wanted))) != 1:
+        names = " and ".join(sorted(set(map(report.machine, records)))) or "none"
+        return _refuse(f"{args.file}: expected records of one machine, which --machine may name, got {names}")
+    for path in report.draw(wanted, args.out or args.file.parent):
         print(path)
     return 0
