@@ -167,9 +167,20 @@ def test_every_optimizer_of_ours_is_right(tmp_path, clip):
 
 
 def test_rows_of_one_column_are_right(tmp_path):
-    command = ["bench", "norm", "--op", "layer_norm", "--device", "cpu", "--shape", "64x1", "--dtype", "fp32"]
-    assert main([*command, "--repeat", "3", "--vs", "torch", "--out", str(tmp_path)]) == 0
+    """Nearly nothing is left of dx there, so its error is judged by what was added up."""
+    shapes = [text for rows in (1, 2, 8, 64) for text in ("--shape", f"{rows}x1")]
+    command = ["bench", "norm", "--device", "cpu", *shapes, "--repeat", "3", "--vs", "torch", "--out", str(tmp_path)]
+    assert main(command) == 0
     assert {r["status"] for r in read(tmp_path)} == {"ok"}
+
+
+def test_a_wrong_dx_of_rows_of_one_column_fails(tmp_path, plant):
+    plant("rms_norm", lambda right, x, *args: right(x, *args) + 0.01 * (x - x.detach()))
+    command = [*NORM, "--op", "rms_norm", "--dtype", "fp32", "--shape", "4x1", "--vs", "torch", "--out", str(tmp_path)]
+    assert main(command) == 1
+    wrong = [r for r in read(tmp_path) if r["status"] == "FAIL" and r["shape"] == [4, 1]]
+    assert [(r["backend"], r["direction"]) for r in wrong] == [("reference", "bwd")]
+    assert wrong[0]["reason"].startswith("input is off by ")
 
 
 def test_an_optimizer_that_does_nothing_fails(tmp_path, monkeypatch):

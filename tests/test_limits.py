@@ -78,6 +78,14 @@ def test_width(spec: OpSpec, width: int, backend: str, device: str) -> None:
     assert_sound(spec, Case((3, width), 1, mixed(spec)), backend, device)
 
 
+@every_op
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
+def test_rows_of_one_column(spec: OpSpec, eps: float, dtype: torch.dtype, backend: str, device: str) -> None:
+    """All but nothing is left of dx, and of what is normalised with its mean."""
+    assert_sound(spec, Case((129, 1), 1, mixed(spec, dtype), options={"eps": eps}), backend, device)
+
+
 def test_widths_reach_every_way_triton_lays_out_rows() -> None:
     pytest.importorskip("triton")
     from fusedops.backends.triton import norm
@@ -232,6 +240,22 @@ def test_clipping_more_elements_than_32_bits_count(count: int, dtype: torch.dtyp
 def test_values(spec: OpSpec, values: str, dtype: torch.dtype, eps: float, backend: str, device: str) -> None:
     case = Case((6, 1000), 1, mixed(spec, dtype), options={"eps": eps}, values=values)
     assert_sound(spec, case, backend, device)
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU does not flush subnormals")
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_flushed_subnormals(backend: str, need_backend: Callable[[str], None]) -> None:
+    """Where the user has them flushed, native takes those of fp16 for zero too; PyTorch converts them before."""
+    need_backend(backend)
+    x = torch.full((2, 64), 2.0**-14, dtype=F16)
+    x[:, ::2] /= 2  # subnormal
+    torch.set_flush_denormal(True)
+    try:
+        y = fusedops.rms_norm(x, 64, eps=1e-12, backend=backend)
+        seen = torch.where(x < 2.0**-14, 0.0, x.double()) if backend == "native" else x.double()
+    finally:
+        torch.set_flush_denormal(False)
+    torch.testing.assert_close(y.double(), torch.nn.functional.rms_norm(seen, (64,), eps=1e-12), rtol=1e-3, atol=0.0)
 
 
 @every_op

@@ -140,6 +140,23 @@ def test_small_relative_error_fails_in_fp32(scale: float) -> None:
     assert red(outcome) == {"output", *NAMES}
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("eps", [1e-5, 1.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_projection_left_out_of_dx_fails_in_rows_of_one_column(op: str, eps: float, dtype: torch.dtype) -> None:
+    """What is taken off dy there is nearly all of it."""
+    spec = OPS[op]
+    case = Case((40, 1), 1, dict.fromkeys(spec.grads, dtype), options={"eps": eps})
+    sample = testing.make_sample(spec, case)
+    grad = testing.make_grad(case, spec.reference(**sample.kwargs))
+    results = testing.run(spec.reference, sample, lambda output: grad)
+    assert testing.judge(spec, case, sample, grad, results).passed
+    x, w = (sample.kwargs[name].detach().float() for name in ("input", "weight"))
+    rstd = (eps + (x.square() if op == "rms_norm" else 0.0 * x)).rsqrt()
+    results["input"] = (grad.float() * w * rstd).to(dtype)
+    assert red(testing.judge(spec, case, sample, grad, results)) == {"input"}
+
+
 def test_unwritten_element_fails() -> None:
     assert red(outcome_of(a_case((5, 7), F32), lambda results: results["output"][2, 3].fill_(math.nan))) == {"output"}
 
