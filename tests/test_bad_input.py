@@ -252,7 +252,8 @@ def test_bad_option_is_named_where_plain_pytorch_serves(
         pytest.skip(f"{spec.name} has no {name}")
     torch._dynamo.reset()
     if under == "disabled":
-        for module in (fusedops.ops._common, fusedops.ops.norm, fusedops.ops.add_norm, fusedops.amp):
+        ops = fusedops.ops
+        for module in (ops._common, ops.norm, ops.norm_reference, ops.add_norm, fusedops.amp):
             monkeypatch.setattr(module, "CONFIG", dataclasses.replace(fusedops.config.CONFIG, disabled=True))
     call = PLAIN.get(under, lambda function, x: function(x))
     for value in OPTIONS[name]:

@@ -296,11 +296,11 @@ def test_environment_names_ops_that_exist(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_disabled_is_plain_torch(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None]) -> None:
-    from fusedops.ops import _common, norm
+    from fusedops.ops import _common, norm, norm_reference
 
     fake(native=fake_backend(limits=ALL))
     off = config.parse({"FUSEDOPS_DISABLE": "1"})
-    for module in (dispatch, _common, norm, fusedops.amp):
+    for module in (dispatch, _common, norm, norm_reference, fusedops.amp):
         monkeypatch.setattr(module, "CONFIG", off)
     x = torch.randn(2, 8, dtype=BF16)
     assert torch.equal(fusedops.layer_norm(x, 8), torch.nn.functional.layer_norm(x, (8,)))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.add_norm import add_layer_norm_reference, add_rms_norm_reference
+from ..ops.add_norm_reference import add_layer_norm_reference, add_rms_norm_reference
 from ..ops.dropout import dropout_factor
-from ..ops.norm import layer_norm_reference, rms_norm_reference
+from ..ops.norm_reference import layer_norm_reference, rms_norm_reference
 
 SCHEMAS = (
     "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "

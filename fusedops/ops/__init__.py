@@ -1,4 +1,8 @@
-"""The ops: one file a family, with its public functions, its references and its records."""
+"""The ops: ``<stem>.py`` has a family's public functions and records, and is its only file where that is short.
+
+Else ``<stem>_reference.py`` has the truth, ``<stem>_autograd.py`` makes whole ops of a backend's pairs, and
+``<stem>_record.py`` has what is tested and how exact it has to be.
+"""
 
 from .add_norm import add_layer_norm, add_rms_norm
 from .norm import layer_norm, rms_norm
