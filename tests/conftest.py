@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -123,6 +124,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return seen
 
     return replace_by
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replace backends by fakes."""
+
+    def replace(**modules: ModuleType) -> None:
+        for name, module in modules.items():
+            monkeypatch.setitem(backends._modules, name, module)
+        dispatch.cache.clear()
+
+    yield replace
+    dispatch.cache.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -74,3 +74,27 @@ def twins(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     for p, q in zip(params, copies, strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     return copies
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list:
+    """Return copies of the parameters, each with its state."""
+    return [
+        [p.detach().clone(), {key: value.clone() for key, value in optimizer.state.get(p, {}).items()}]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+def assert_unchanged(optimizer: torch.optim.Optimizer, before: list) -> None:
+    """Compare an optimizer with an earlier snapshot, bit for bit."""
+    torch.testing.assert_close(snapshot(optimizer), before, rtol=0, atol=0)
+
+
+def give(p: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Set a gradient of whatever shape, dtype and layout, as a graph with hooks of its own may."""
+    p.grad = None
+    p.grad_dtype = None
+    shape = p.data
+    p.data = torch.empty(grad.shape, dtype=p.dtype, device=grad.device)
+    p.grad = grad
+    p.data = shape

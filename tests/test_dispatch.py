@@ -1,56 +1,26 @@
-"""Who serves a call: rows, limits, explicit choices, fallbacks, the environment, tables from files."""
+"""Who serves a call: rows, limits, explicit choices, fallbacks, the environment, compiled code."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from dispatch_helpers import ALL, CALL, fake_backend
 from torch._dynamo.testing import CompileCounter
 
 import fusedops
-from fusedops import FallbackWarning, UnsupportedError, backends, config, dispatch, dispatch_table
+from fusedops import FallbackWarning, UnsupportedError, config, dispatch, dispatch_table
 from fusedops.backends import apex
 from fusedops.dispatch import Call, Limits
 from fusedops.dispatch_table import Row
-from fusedops.registry import OPS
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-CALL = Call("layer_norm", "cpu", -1, (("input", F32), ("weight", BF16), ("output", F32)), 768, 1023)
-
-
-def fake_backend(reason: str | None = None, limits: Limits | None = None, op: str = "layer_norm") -> ModuleType:
-    """A backend that serves an op within limits, or can't run at all."""
-    module = ModuleType("fake")
-    module.unavailable = lambda device_type: reason
-    module.LIMITS = {} if limits is None else {op: limits}
-    module.implementation = lambda call: lambda *args: "served"
-    return module
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Replace backends by fakes."""
-
-    def replace(**modules: ModuleType) -> None:
-        for name, module in modules.items():
-            monkeypatch.setitem(backends._modules, name, module)
-        dispatch.cache.clear()
-
-    yield replace
-    dispatch.cache.clear()
-
-
-ALL = Limits(frozenset({F32, BF16}))
 
 
 # ---------------------------------------------------------------- select
@@ -315,237 +285,6 @@ def test_logs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "fusedops"):
         dispatch.select(CALL, "reference")
     assert "-> reference" in caplog.text
-
-
-# ---------------------------------------------------------------- tables
-
-
-def table_file(folder: Path, *rows: object) -> str:
-    path = folder / "table.json"
-    path.write_text(json.dumps({"rows": rows}))
-    return str(path)
-
-
-def test_rows_of_a_file_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = table_file(
-        tmp_path,
-        {"ops": ["layer_norm"], "device": "cpu", "backends": ["reference"], "why": "measured here", "hidden": [0, 8],
-         "dtypes": ["float32"]},
-    )  # fmt: skip
-    rows = dispatch_table.load(path)
-    assert rows[1:] == dispatch_table.SHIPPED
-    monkeypatch.setattr(dispatch, "_rows", rows)
-    assert dispatch.match_row(Call("layer_norm", "cpu", -1, CALL.dtypes, 8, 1)) is rows[0]
-    for other in (
-        Call("rms_norm", "cpu", -1, CALL.dtypes, 8, 1),
-        Call("layer_norm", "mps", 0, CALL.dtypes, 8, 1),
-        Call("layer_norm", "cpu", -1, CALL.dtypes, 9, 1),
-        Call("layer_norm", "cpu", -1, (("input", BF16),), 8, 1),
-        Call("layer_norm", "cpu", -1, CALL.dtypes, compiling=True),  # its size is unknown
-    ):
-        assert dispatch.match_row(other) is not rows[0]
-    text = str(fusedops.explain("layer_norm", torch.randn(1, 8), 8))
-    assert "measured here" in text
-    assert path in text
-
-
-GOOD = {"ops": [], "device": "cpu", "backends": ["reference"], "why": "test"}
-
-
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
-def test_what_is_not_json_is_ignored_with_one_warning(text: str, tmp_path: Path) -> None:
-    assert "not valid JSON" in ignored(text, tmp_path)
-
-
-def ignored(text: str, folder: Path) -> str:
-    """Return the one warning that a table costs, without its beginning, which names the file."""
-    path = folder / "table.json"
-    path.write_text(text)
-    with pytest.warns(UserWarning, match="is ignored") as caught:
-        assert dispatch_table.load(str(path)) == dispatch_table.SHIPPED
-    assert len(caught) == 1
-    begin, _, rest = str(caught[0].message).partition(" is ignored: ")
-    assert begin == f"fusedops: the dispatch table {path}"
-    return rest
-
-
-@pytest.mark.parametrize(
-    "data",
-    [[], [1, 2, 3], [GOOD], 3, None, {}, {"rows": 3}, {"rows": {}}, {"rows": {"a": 1}}, {"rows": [GOOD], "version": 1}],
-    ids=str,
-)
-def test_a_table_that_is_no_list_of_rows_is_ignored(data: object, tmp_path: Path) -> None:
-    got = re.escape(repr(data)[:80])
-    assert re.fullmatch(f"rows: expected .*, got {got}", ignored(json.dumps(data), tmp_path))
-
-
-@pytest.mark.parametrize("row", [3, None, ["ops"], "ops"], ids=str)
-def test_a_row_that_is_none_is_named(row: object, tmp_path: Path) -> None:
-    found = ignored(json.dumps({"rows": [GOOD, row]}), tmp_path)
-    assert found == f"rows[1]: expected an object, got {row!r}"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("backends", ["cuda"]), ("backends", []), ("backends", "native"), ("backends", {"native": 1}),
-        ("backends", ["native", 1]), ("colour", "red"), ("source", "mine"), ("hidden", [9, 1]), ("hidden", ["a", "b"]),
-        ("hidden", 5), ("hidden", [5]), ("hidden", [1, 2, 3]), ("hidden", [True, 5]), ("hidden", [0.0, 1.5]),
-        ("hidden", [-5, -1]), ("hidden", None), ("rows", [1, 2, 3]), ("rows", {}), ("capability", 90),
-        ("capability", [80, 90]), ("ops", "layer_norm"), ("ops", [1]), ("ops", ["layernorm"]), ("ops", None),
-        ("device", ["cpu"]), ("device", "cpuu"), ("device", "cuda:0"), ("device", ""), ("device", 0),
-        ("dtypes", "float32"), ("dtypes", ["fp32"]), ("dtypes", ["float"]), ("dtypes", ["torch.float32"]),
-        ("dtypes", ["nn"]), ("dtypes", [[]]), ("why", None), ("why", 3),
-    ],
-)  # fmt: skip
-def test_a_row_that_can_match_nothing_is_named(key: str, value: object, tmp_path: Path) -> None:
-    found = ignored(json.dumps({"rows": [GOOD, {**GOOD, key: value}]}), tmp_path)
-    assert re.match(rf"rows\[1\]: {key}: expected .+, got ", found), found
-
-
-@pytest.mark.parametrize("key", GOOD)
-def test_a_row_without_a_key_is_named(key: str, tmp_path: Path) -> None:
-    row = {other: value for other, value in GOOD.items() if other != key}
-    found = ignored(json.dumps({"rows": [row]}), tmp_path)
-    assert re.fullmatch(rf"rows\[0\]: {key}: expected .+, got a row without it", found), found
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"device": None}, {"device": "cuda", "capability": [80, 90]}, {"device": None, "capability": [80, 90]},
-        {"device": "xpu"}, {"device": "mps"}, {"device": "privateuseone"}, {"ops": ["adamw", "add_rms_norm"]},
-        {"dtypes": ["float32", "bfloat16", "float8_e4m3fn"]}, {"hidden": [0, 0]}, {"rows": [1, 2**70]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_rows_of_any_op_and_device_are_taken(change: dict[str, object], tmp_path: Path) -> None:
-    rows = dispatch_table.load(table_file(tmp_path, {**GOOD, **change}))
-    assert len(rows) == 1 + len(dispatch_table.SHIPPED)
-
-
-def test_a_table_may_name_an_op_that_somebody_else_has_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = table_file(tmp_path, {**GOOD, "ops": ["theirs"]})
-    with pytest.warns(UserWarning, match="ops: expected a list of ops"):
-        dispatch_table.load(path)
-    monkeypatch.setitem(OPS, "theirs", OPS["layer_norm"])
-    assert dispatch_table.load(path)[0].ops == ("theirs",)
-
-
-def test_the_environments_table_is_read_when_all_ops_are_known(tmp_path: Path) -> None:
-    row = {**GOOD, "ops": ["add_rms_norm", "adamw"]}
-    code = "import fusedops.dispatch as d; print(d._rows[0].ops, len(d._rows))"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "FUSEDOPS_TABLE": table_file(tmp_path, row)},
-    )  # fmt: skip
-    assert done.stdout.strip() == f"('add_rms_norm', 'adamw') {1 + len(dispatch_table.SHIPPED)}"
-
-
-def test_table_that_is_not_text_or_not_there(tmp_path: Path) -> None:
-    binary = tmp_path / "table.pickle"
-    binary.write_bytes(b"\x80\x04\xff\xfe")
-    for path in (binary, tmp_path, tmp_path / "absent.json"):
-        with pytest.warns(UserWarning, match="is ignored"):
-            assert dispatch_table.load(str(path)) == dispatch_table.SHIPPED
-
-
-def test_every_shipped_call_ends_in_plain_torch() -> None:
-    """The last row matches everything, and reference stands last in every shipped row."""
-    assert all(row.backends[-1] == "reference" and row.why for row in dispatch_table.SHIPPED)
-    assert dispatch_table.SHIPPED[-1].matches(Call("anything", "privateuseone", 0, (("input", torch.int8),)))
-
-
-def test_apex_serves_only_who_asks_for_it() -> None:
-    """Its LayerNorm may be off by several times our bound."""
-    assert not any("apex" in row.backends for row in dispatch_table.SHIPPED)
-
-
-# ---------------------------------------------------------------- explain
-
-
-def test_explain_prints_row_verdicts_and_origin(fake: Callable[..., None]) -> None:
-    fake(native=fake_backend("not built"))
-    x, w = torch.randn(6, 768, dtype=BF16), torch.randn(768)
-    text = str(fusedops.explain("layer_norm", x, 768, w))
-    for part in (
-        "layer_norm on cpu: input bfloat16, weight float32, output bfloat16, hidden 768",
-        "runs on   reference   (dispatch table)",
-        "native > reference",
-        "native    no: not built",
-        "reference can run",
-        "default",
-    ):
-        assert part in text, text
-    assert str(fusedops.explain(fusedops.layer_norm, x, 768, w)) == text
-    assert "backend= argument" in str(fusedops.explain("layer_norm", x, 768, backend="reference"))
-    with fusedops.use_backend("native"):
-        text = str(fusedops.explain("layer_norm", x, 768))
-        assert "use_backend" in text
-        assert "nothing: native was asked for and can't serve it" in text
-
-
-def test_explain_runs_nothing_and_refuses_unknown_ops() -> None:
-    with pytest.raises(ValueError, match=r"expected one of layer_norm, rms_norm, .*got 'norm'"):
-        fusedops.explain("norm", torch.randn(2, 2), 2)
-
-
-@pytest.mark.parametrize("backend", ["nope", "memory", "philox", "schemas", 3])
-@pytest.mark.parametrize("op", ["layer_norm", "adamw"])
-def test_explain_refuses_what_is_no_backend(op: str, backend: object) -> None:
-    x = torch.randn(2, 8)
-    with pytest.raises(ValueError, match=rf"{op}: backend: expected one of native, .*, got {backend!r}"):
-        fusedops.explain(op, *((x, 8) if op == "layer_norm" else ([x],)), backend=backend)
-
-
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
-def test_explain_refuses_what_is_no_tensor(op: str) -> None:
-    x = torch.randn(2, 8)
-    with pytest.raises(ValueError, match=f"{op}: input: expected a tensor, got int"):
-        fusedops.explain(op, 3, *([x] if "add" in op else []), 8)
-
-
-@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
-@pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize("first", ["served", "refused"])
-def test_a_second_results_dtype_is_part_of_the_choice(
-    op: str, compiling: bool, first: str, fake: Callable[..., None]
-) -> None:
-    """Calls that differ in it alone, either seen first: a backend that refuses it never serves it."""
-    fake(native=fake_backend(limits=Limits(frozenset({F32})), op=op))
-    function, x = getattr(fusedops, op), torch.ones(2, 8)
-    calls: dict[str, Callable[..., object]] = {
-        "served": lambda x, **k: function(x, x, 8, **k),
-        "refused": lambda x, **k: function(x, x, 8, residual_dtype=BF16, **k),
-    }
-    assert (
-        "residual_out is torch.bfloat16"
-        in dict(fusedops.explain(op, x, x, 8, residual_dtype=BF16).verdicts)["native"][0]
-    )
-    if compiling:
-        calls = {name: torch.compile(call, backend="eager", fullgraph=True) for name, call in calls.items()}
-    for name in (first, *calls):
-        torch._dynamo.reset()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            result = calls[name](x)
-        assert (result == "served") is (name == "served")
-        assert name == "served" or result[1].dtype is BF16
-    for name, call in calls.items():
-        if name == "refused" and not compiling:
-            with pytest.raises(UnsupportedError, match=r"residual_out is torch\.bfloat16"):
-                call(x, backend="native")
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_explain_says_what_select_does(op: str) -> None:
-    rows = ["input", *OPS[op].like_input]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        explanation = fusedops.explain(op, *(torch.randn(2, 8) for _ in rows), 8)
-        assert dispatch.select(explanation.call).backend == explanation.chosen
 
 
 # ---------------------------------------------------------------- compile
