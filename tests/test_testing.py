@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedops import testing
-from fusedops.registry import LAYOUTS, OPS, VALUES, Case, Memory
+from fusedops.registry import LAYOUTS, OPS, VALUES, Case, Memory, OpSpec
 
 LAYER_NORM = OPS["layer_norm"]
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -424,7 +424,7 @@ def test_seeds() -> None:
 
 @pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
 @pytest.mark.parametrize("level", ["quick", "full"])
-def test_case_ids_are_unique_and_quick_is_part_of_full(spec: testing.OpSpec, level: str) -> None:
+def test_case_ids_are_unique_and_quick_is_part_of_full(spec: OpSpec, level: str) -> None:
     ids = [case.id for case in spec.cases(level)]
     assert len(set(ids)) == len(ids)
     assert set(ids) >= {case.id for case in spec.cases("quick")}
