@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -124,6 +125,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return seen
 
     return replace_by
+
+
+@pytest.fixture
+def memory_given_back() -> Iterator[None]:
+    """Leave a GPU's memory to the next test."""
+    yield
+    if torch.cuda.is_available():  # a collection takes most of a second once the whole suite is loaded
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

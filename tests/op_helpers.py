@@ -31,6 +31,8 @@ def _mode_id(spec: OpSpec) -> str:
 SPECS = pytest.mark.parametrize("spec", [mode for spec in OPS.values() for mode in _modes(spec)], ids=_mode_id)
 _RANDOM = [spec for spec in OPS.values() if "dropout_p" in inspect.signature(spec.function).parameters]
 RANDOM_SPECS = pytest.mark.parametrize("spec", _RANDOM, ids=[spec.name for spec in _RANDOM])
+every_op = pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+GIB = torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -90,3 +92,31 @@ def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], **tolerances: fl
     """Compare dtypes, and values as closely as PyTorch compares tensors of such a dtype."""
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, **tolerances)
+
+
+def needs(gib: int) -> pytest.MarkDecorator:
+    """Skip the test on a smaller GPU, and without one."""
+    return pytest.mark.skipif(gib > GIB, reason=f"needs a GPU of {gib} GiB")
+
+
+def skip_slow(backend: str, device: str, large: bool = False) -> None:
+    """Skip the test where a backend would take minutes, or more memory than there is."""
+    if backend == "triton" and device == "cpu":
+        pytest.skip("the interpreter takes milliseconds for each program")
+    if backend == "reference" and large:
+        pytest.skip("plain PyTorch keeps several fp32 copies")
+
+
+def mixed(
+    spec: OpSpec, input: torch.dtype = torch.bfloat16, others: torch.dtype = torch.float32
+) -> dict[str, torch.dtype]:
+    """Return the dtypes of a call: the input's, and that of all the others."""
+    return {name: input if name == "input" else others for name in spec.grads}
+
+
+def assert_sound(spec: OpSpec, case: Case, backend: str, device: str) -> None:
+    """Hold a case to the bound, or skip the test where the backend can't be."""
+    if reason := testing.refused(spec, case, backend, device):
+        pytest.skip(f"{backend}: {reason}")
+    outcome = testing.check(spec, case, backend, device)
+    assert outcome.passed, str(outcome)
