@@ -127,8 +127,12 @@ def default_eps(dtype: torch.dtype) -> float:
 
 def rows_of(tensor: Tensor, hidden: int) -> Tensor:
     """View as (rows, hidden) with unit stride inside a row, copying only where no view exists."""
-    flat = tensor.reshape(tensor.numel() // max(hidden, 1), hidden)
-    return in_memory(flat if hidden == 1 or flat.stride(1) == 1 else flat.contiguous())
+    return unit_stride(tensor.reshape(tensor.numel() // max(hidden, 1), hidden))
+
+
+def unit_stride(rows: Tensor) -> Tensor:
+    """Copy (rows, hidden) where the elements of a row are not next to each other."""
+    return in_memory(rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous())
 
 
 def flat_parameter(parameter: Tensor, hidden: int) -> Tensor:

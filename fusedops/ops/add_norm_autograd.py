@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._common import differentiate, flat_parameter, in_memory, rows_of, wide
+from ._common import flat_parameter, rows_of, unit_stride, wide
 from .add_norm_reference import Pair
 from .dropout import draw_seed, dropout_factor
-from .norm_reference import layer_norm_reference, rms_norm_reference
+from .norm_autograd import norm_bwd_in_torch
 
 
 class _AddNorm(torch.autograd.Function):
@@ -70,7 +70,7 @@ class _AddNorm(torch.autograd.Function):
         if dy is None or dtotal is not None or second:
             grads = _bwd_in_torch(ctx, dy, dresidual_out, dtotal, total, weight, mean is not None, seed, need)
         else:
-            dy, dresidual_out = _unit_stride(dy), None if dresidual_out is None else _unit_stride(dresidual_out)
+            dy, dresidual_out = unit_stride(dy), None if dresidual_out is None else unit_stride(dresidual_out)
             x_dtype, residual_dtype, bias_dtype = ctx.dtypes
             given = (dy, dresidual_out, total, weight)
             if mean is not None:
@@ -84,10 +84,6 @@ class _AddNorm(torch.autograd.Function):
                 dbias = None
             grads = (dresidual if need[0] and dx is None else dx, dresidual, dweight, dbias)
         return None, None, *grads, *(None,) * 8
-
-
-def _unit_stride(grad: Tensor) -> Tensor:
-    return in_memory(grad if grad.stride(1) == 1 or grad.shape[1] == 1 else grad.contiguous())
 
 
 def _bwd_in_torch(
@@ -104,18 +100,10 @@ def _bwd_in_torch(
     dweight = dbias = None
     x_dtype, residual_dtype, bias_dtype = ctx.dtypes
     if dy is not None:
-        # A bias enters linearly: its value does not matter to any derivative.
-        bias = None if bias_dtype is None else total.new_zeros(total.shape[1], dtype=bias_dtype).requires_grad_()
         with torch.enable_grad():
             x = total.to(acc) if total.requires_grad else total.to(acc, copy=True).requires_grad_()
-
-        def norm() -> Tensor:
-            if centred:
-                return layer_norm_reference(x, x.shape[1:], weight, bias, ctx.eps)
-            return rms_norm_reference(x, x.shape[1:], weight, ctx.eps, ctx.weight_offset)
-
         wanted = (need[0] or need[1], *need[2:])
-        dnorm, dweight, dbias = differentiate(norm, (x, weight, bias), wanted, dy)
+        dnorm, dweight, dbias = norm_bwd_in_torch(ctx, dy, x, weight, bias_dtype, centred, wanted, acc)
         if dnorm is not None:
             dsum = dnorm if dsum is None else dsum + dnorm
     if dsum is None:

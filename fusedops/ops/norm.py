@@ -22,7 +22,7 @@ from ..dispatch import Call
 from ..registry import OpSpec
 from . import norm_record as record
 from ._common import FLOATS, check_dense, check_out_dtype, check_parameter, choose, default_eps, offset, sizes
-from .norm_autograd import wrap_layer_norm, wrap_rms_norm
+from .norm_autograd import wrap_norm
 from .norm_reference import layer_norm_reference, rms_norm_reference
 
 Shape = int | Sequence[int]
@@ -199,7 +199,7 @@ registry.register(
         family="norm",
         function=layer_norm,
         reference=layer_norm_reference,
-        wrap=wrap_layer_norm,
+        wrap=wrap_norm(centred=True),
         describe=_describe_layer_norm,
         grads=("input", "weight", "bias"),
         parameter_shape=record.parameter_shape,
@@ -217,7 +217,7 @@ registry.register(
         family="norm",
         function=rms_norm,
         reference=rms_norm_reference,
-        wrap=wrap_rms_norm,
+        wrap=wrap_norm(centred=False),
         describe=_describe_rms_norm,
         grads=("input", "weight"),
         parameter_shape=record.parameter_shape,
