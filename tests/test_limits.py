@@ -32,7 +32,8 @@ def each(function: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 WIDTHS = (
-    1, 2, 31, 33, 127, 257, 1000, 1500, 2049, 4095, 6000, 8193, 12289, 16385, 32769, 65536, 131073, 2**20 - 1, 2**20,
+    1, 2, 31, 33, 127, 257, 700, 1000, 1500, 2049, 4095, 6000, 8193, 12289, 16385, 32769, 65536, 131073,
+    2**20 - 1, 2**20,
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_widths_reach_every_way_triton_lays_out_rows() -> None:
     pytest.importorskip("triton")
     from fusedops.backends.triton import norm
 
-    for configs in (norm.FORWARD, norm.BACKWARD, norm.BACKWARD_RMS):
+    for configs in (norm.FORWARD, norm.BACKWARD):
         assert {norm.row_config(configs, width) for width in WIDTHS} == {None, *configs}
 
 

@@ -40,16 +40,20 @@ WIDTHS = (64, 256, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 819
 # A 32,768-wide fp32 row on 1,024 threads is one register short, which costs less than reading the row twice.
 ONE_REGISTER = 8  # bytes, stored and loaded
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+# Bytes, stored and loaded, that kernels of rows so wide spill at most, on any architecture: a few of the 128 registers
+# of a thread (forward: 64), which costs less than reading the row twice (bf16 LayerNorm backward of 12,288 columns on
+# an H200: 71 % of a copy's speed, in blocks 40 %).
+SPILLS = {
+    ("norm_fwd_kernel", 8192): 32,
+    ("norm_bwd_kernel", 8192): 36,
+    ("norm_bwd_kernel", 12288): 256,
+    ("norm_bwd_wide_kernel", 50257): 16,  # of an add + norm, for 8.0, as the next
+    ("norm_bwd_wide_means_kernel", 50257): 16,  # of post-norm mode
+}
 # Bytes that the assemblers of Triton 3.6 spill, by kernel, architecture and width; those of 3.7 spill none of it.
 OLD_SPILLS: dict[tuple[str, int, int | None], int] = {
     ("adam_kernel", 120, None): 32,  # with fp32 state
-    ("norm_fwd_kernel", 80, 8192): 32,  # of an add + RMSNorm
-    ("norm_bwd_kernel", 80, 2048): 24,  # of an add + LayerNorm in post-norm mode
-    ("norm_bwd_kernel", 80, 4096): 24,
-    ("norm_bwd_kernel", 80, 8192): 36,
-    ("norm_bwd_kernel", 90, 2048): 12,  # likewise
-    ("norm_bwd_kernel", 90, 4096): 12,
-    ("norm_bwd_kernel", 90, 8192): 12,  # of an add + LayerNorm
+    ("norm_bwd_kernel", 90, 2048): 24,  # of an add + LayerNorm in post-norm mode
 }
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -63,7 +67,7 @@ class Kernel(NamedTuple):
     shared: int
     registers: int
     spilled: int
-    old_spills: int  # what it may spill because the assembler is old
+    may_spill: int
 
 
 class FakeDriver:
@@ -93,8 +97,10 @@ def compiler(monkeypatch, tmp_path):
             args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
             compiled = kernel.warmup(*args, **meta, grid=grid, num_warps=warps)
             hidden = dict(zip(kernel.arg_names, args, strict=False)).get("hidden")
-            old_spills = OLD_SPILLS.get((kernel.__name__, architecture, hidden), 0) if OLD else 0
-            made.append(read(compiled, architecture, tmp_path, old_spills))
+            may_spill = max(ONE_REGISTER, SPILLS.get((kernel.__name__, hidden), 0))
+            if OLD:
+                may_spill = max(may_spill, OLD_SPILLS.get((kernel.__name__, architecture, hidden), 0))
+            made.append(read(compiled, architecture, tmp_path, may_spill))
 
         monkeypatch.setattr(driver, "_active", FakeDriver(architecture))
         limits = DeviceLimits(multiprocessors=132, shared_bytes=ARCHITECTURES[architecture] * 1024)
@@ -104,15 +110,14 @@ def compiler(monkeypatch, tmp_path):
         monkeypatch.setattr(norm, "device_limits", lambda _: limits)
         call()
         for kernel in made:
-            few = max(ONE_REGISTER, kernel.old_spills)
-            assert kernel.spilled <= few, (kernel.name, kernel.registers, kernel.spilled)
+            assert kernel.spilled <= kernel.may_spill, (kernel.name, kernel.registers, kernel.spilled)
             assert kernel.shared <= limits.shared_bytes, kernel.name
         return made
 
     return compile_call
 
 
-def read(compiled: Any, architecture: int, folder: Path, old_spills: int) -> Kernel:
+def read(compiled: Any, architecture: int, folder: Path, may_spill: int) -> Kernel:
     """Assemble the PTX once more with Triton's own assembler, which then tells registers and spills."""
     source = folder / f"{compiled.hash}.ptx"
     cubin = source.with_suffix(".cubin")
@@ -124,7 +129,7 @@ def read(compiled: Any, architecture: int, folder: Path, old_spills: int) -> Ker
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     registers = int(re.search(r"Used (\d+) registers", said).group(1))
     name, shared = compiled.metadata.name, compiled.metadata.shared
-    return Kernel(name, compiled.asm["ptx"], cubin, shared, registers, spilled, old_spills)
+    return Kernel(name, compiled.asm["ptx"], cubin, shared, registers, spilled, may_spill)
 
 
 def norm_calls(hidden: int, dtype: torch.dtype, param: torch.dtype, rows: int = 4096) -> dict[str, Any]:
@@ -202,29 +207,25 @@ def machine_code(kernel: Kernel) -> Counter[str]:
     """Mnemonics that access memory."""
     (accesses,) = instructions(kernel.cubin).values()
     local = [mnemonic for mnemonic in accesses if re.match(r"(LDL|STL)\b", mnemonic)]
-    assert not local or (kernel.spilled and kernel.old_spills), kernel.name
+    assert not local or 0 < kernel.spilled <= kernel.may_spill, kernel.name
     return accesses
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(("hidden", "share"), [(768, 1.0), (4096, 1.0), (5120, 0.8)])
-def test_norms_move_sixteen_bytes_at_a_time(compiler, hidden, share, dtype):
-    """A row that is cut into a block of 4096 and one of 1024 columns moves the latter in fewer bytes a thread."""
-
-    def wide(found: Counter[int]) -> float:
-        return found[128] * 128 / sum(bits * count for bits, count in found.items())
-
+@pytest.mark.parametrize("hidden", [768, 4096, 5120])
+def test_norms_move_sixteen_bytes_at_a_time(compiler, hidden, dtype):
+    """Rows of one tile and of two."""
     calls = norm_calls(hidden, dtype, dtype)
     for direction, per_row in (("fwd", 2), ("bwd", 0)):  # mean and rstd are written one by one
         kernel = compiler(90, calls[f"layer_norm_{direction}"])[0]
         accesses = machine_code(kernel)
-        assert wide(widths(accesses, "load")) >= share, accesses
-        assert wide(widths(accesses, "store") - Counter({32: per_row})) >= share, accesses
+        assert set(widths(accesses, "load")) == {128}, accesses
+        assert set(widths(accesses, "store") - Counter({32: per_row})) == {128}, accesses
         copies = widths(accesses, "copy")
         assert bool(copies) == (direction == "bwd"), "the rows to come are copied ahead in backward"
-        if direction == "bwd":
-            copies -= Counter({32: 6 if share == 1 and not OLD else 12})  # the statistics of three stages
-            assert wide(copies) >= share, accesses
+        if direction == "bwd":  # mean and rstd of each stage too
+            copies -= Counter({32: 2 * norm.row_config(norm.BACKWARD, hidden).stages * (1 + OLD)})
+            assert set(copies) == {128}, accesses
 
 
 def test_misaligned_rows_compile_too(compiler):

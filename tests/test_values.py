@@ -185,7 +185,7 @@ def test_rows_of_gradients_that_are_all_alike(
 
         rows_alone = () if kernel == "wide" else (RowConfig(256, rows=1, warps=1),)
         wide = RowConfig(16, rows=1, warps=1)
-        interpret_few_programs(monkeypatch, BACKWARD=rows_alone, BACKWARD_RMS=rows_alone, BACKWARD_WIDE=wide)
+        interpret_few_programs(monkeypatch, BACKWARD=rows_alone, BACKWARD_WIDE=wide)
         case = replace(case, shape=(300, 16))
     elif kernel == "wide":  # of CUDA
         case = replace(case, layout="misaligned")

@@ -3,8 +3,8 @@
 Functions take 2-D tensors whose last dimension is contiguous and whose row stride is free. Input, weight, bias and
 output may each be fp32, fp16 or bf16.
 
-Numerics: fp32 throughout, one rounding to the output's dtype; two-pass variance (lane-wise Welford for rows wider
-than one program); deterministic.
+Numerics: fp32 throughout, one rounding to the output's dtype; means and sums of squares about them are taken lane by
+lane, in two passes (Welford's way for rows wider than one program), and merged; deterministic.
 """
 
 from __future__ import annotations
@@ -28,37 +28,34 @@ class RowConfig(NamedTuple):
     warps: int
     stages: int = 1  # groups of rows in flight
     per_sm: int = 1  # persistent programs per multiprocessor
-    split: bool = True  # a row may be two tiles (`row_tiles`)
 
 
-# Narrow rows: one warp a row needs no exchange between warps; wider ones keep 16 to 32 elements a lane in registers.
+# Narrow rows: one warp a row needs no exchange between warps; wider ones keep 8 to 48 elements a lane in registers.
 FORWARD = (
     RowConfig(256, rows=4, warps=1),
     RowConfig(512, rows=2, warps=1),
-    RowConfig(1024, rows=1, warps=1),
-    RowConfig(2048, rows=1, warps=4),
-    RowConfig(4096, rows=1, warps=4),
-    RowConfig(8192, rows=1, warps=16),
+    RowConfig(768, rows=1, warps=1),
+    RowConfig(1536, rows=1, warps=2),
+    RowConfig(6144, rows=1, warps=4),
+    RowConfig(12288, rows=1, warps=8),
     RowConfig(16384, rows=1, warps=16),
     RowConfig(32768, rows=1, warps=32),
 )
-# Input, dy, weight and both sums live in registers: 8 to 16 columns a lane. Several narrow rows share one exchange
-# between warps; there a second tile costs an exchange of its own and saves too little.
+# x̂, g, weight and both sums live in registers: 8 to 24 columns a lane. Few warps a multiprocessor, whose sums are few
+# as well, suffice: groups of rows on their way to shared memory keep the memory busy.
 BACKWARD = (
-    RowConfig(256, rows=4, warps=2, stages=3, per_sm=8, split=False),
-    RowConfig(512, rows=4, warps=2, stages=3, per_sm=8, split=False),
-    RowConfig(1024, rows=2, warps=4, stages=3, per_sm=4, split=False),
-    RowConfig(2048, rows=1, warps=4, stages=3, per_sm=4),
-    RowConfig(4096, rows=1, warps=8, stages=3, per_sm=2),
-    RowConfig(8192, rows=1, warps=16, stages=3, per_sm=1),
+    RowConfig(512, rows=4, warps=1, stages=4, per_sm=4),
+    RowConfig(768, rows=2, warps=1, stages=4, per_sm=4),
+    RowConfig(1536, rows=2, warps=2, stages=4, per_sm=2),
+    RowConfig(3072, rows=2, warps=4, stages=4, per_sm=1),
+    RowConfig(6144, rows=1, warps=8, stages=4, per_sm=1),
+    RowConfig(12288, rows=1, warps=16, stages=3, per_sm=1),
 )
-# Without mean and dbias wider rows fit the registers.
-BACKWARD_RMS = (*BACKWARD, RowConfig(12288, rows=1, warps=32, stages=3, per_sm=1))
 # Wider rows are walked in blocks of `width`.
 FORWARD_WIDE = RowConfig(8192, rows=1, warps=16, stages=2)
-BACKWARD_WIDE_MEANS = RowConfig(4096, rows=1, warps=8, stages=3)
-BACKWARD_WIDE = RowConfig(512, rows=8, warps=4, stages=2, per_sm=8)
-SUM_PARTIALS = RowConfig(32, rows=64, warps=4)
+BACKWARD_WIDE_MEANS = RowConfig(2048, rows=1, warps=8, stages=3)
+BACKWARD_WIDE = RowConfig(1024, rows=2, warps=4, stages=3, per_sm=4)
+SUM_PARTIALS = RowConfig(16, rows=256, warps=4)  # most programs' sums in one turn: its loads are all under way at once
 # Groups of rows whose dweight and dbias a program adds up one after another. Where all gradients are alike, so are the
 # rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may be
 # off by.
@@ -105,17 +102,32 @@ class RowTiles(NamedTuple):
     main: int
     tail: int
     masked: bool
+    lanes: int  # threads that share a row
+    vec: int  # columns that each loads at a time
 
 
 @functools.cache
-def row_tiles(hidden: int, split: bool) -> RowTiles:
-    """Cover `hidden` columns with one tile, or with two where `split` allows and that saves lanes."""
+def row_tiles(hidden: int, warps: int, itemsize: int) -> RowTiles:
+    """Cover `hidden` columns with one tile, or with two where that saves lanes.
+
+    Args:
+        hidden: columns.
+        warps: of a program.
+        itemsize: bytes of an element, the smallest of all that are read or written.
+    """
     padded = triton.next_power_of_2(hidden)
+    lanes, vec = _lanes(hidden, padded, warps, itemsize)
     main = padded // 2
-    tail = max(triton.next_power_of_2(hidden - main), 16)
-    if padded == hidden or tail >= main or not split:
-        return RowTiles(padded, 0, padded != hidden)
-    return RowTiles(main, tail, main + tail != hidden)
+    tail = max(triton.next_power_of_2(hidden - main), lanes * vec)
+    if padded == hidden or tail >= main:
+        return RowTiles(padded, 0, padded != hidden, lanes, vec)
+    return RowTiles(main, tail, main + tail != hidden, lanes, vec)
+
+
+def _lanes(hidden: int, width: int, warps: int, itemsize: int) -> tuple[int, int]:
+    """Return how many threads Triton gives a row of a tile, and how many columns each loads at a time."""
+    vec = min(16 // itemsize if hidden % 16 == 0 else 1, width)  # rows may begin anywhere where 16 does not divide
+    return min(32 * warps, width // vec), vec
 
 
 @functools.cache
@@ -124,9 +136,9 @@ def row_config(configs: tuple[RowConfig, ...], hidden: int) -> RowConfig | None:
     return next((config for config in configs if hidden <= config.width), None)
 
 
-def stages_that_fit(config: RowConfig, tiles: RowTiles, bytes_per_column: int, shared_bytes: int) -> int:
+def stages_that_fit(config: RowConfig, columns: int, bytes_per_column: int, shared_bytes: int) -> int:
     """Lower `config.stages` to what shared memory holds: every group in flight but the one being worked on."""
-    group = config.rows * (tiles.main + tiles.tail) * bytes_per_column
+    group = config.rows * columns * bytes_per_column
     exchange = 4096  # what the warps use between themselves
     return max(1, min(config.stages, 1 + (shared_bytes // config.per_sm - exchange) // group))
 
@@ -280,17 +292,27 @@ def norm_fwd(
         wide = FORWARD_WIDE
         rows_read = (x, added.residual) if added.sum is None else (added.sum,)
         read = [t for t in (*rows_read, weight, bias) if t is not None]
-        shared_bytes, tiles = device_limits(x.device).shared_bytes, RowTiles(wide.width, 0, True)
-        stages = stages_that_fit(wide, tiles, sum(t.element_size() for t in read), shared_bytes)
+        shared_bytes = device_limits(x.device).shared_bytes
+        stages = stages_that_fit(wide, wide.width, sum(t.element_size() for t in read), shared_bytes)
         meta = {"CENTER": mean is not None, "BLOCK": wide.width, "STAGES": stages}
         run(kernels.norm_fwd_wide_kernel, (rows,), x.device, args, meta, wide.warps)
         return
-    meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(row_tiles(hidden, config.split))}
+    itemsize = _smallest(x, y, weight, bias, added.residual, added.sum, added.again)
+    meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(row_tiles(hidden, config.warps, itemsize))}
     run(kernels.norm_fwd_kernel, (ceil_div(rows, config.rows),), x.device, args, meta, config.warps)
 
 
 def _tile_meta(tiles: RowTiles) -> dict[str, Any]:
-    return {"MAIN": tiles.main, "TAIL": tiles.tail, "MASKED": tiles.masked}
+    return {"MAIN": tiles.main, "TAIL": tiles.tail, "MASKED": tiles.masked, "LANES": tiles.lanes, "VEC": tiles.vec}
+
+
+def _rows_side_by_side(config: RowConfig, lanes: int) -> int:
+    return min(config.rows, 32 * config.warps // lanes)
+
+
+def _smallest(*tensors: Tensor | None) -> int:
+    """Return the bytes of the smallest element: Triton gives each thread 16 bytes of those, and as many of others."""
+    return min(tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def norm_bwd(
@@ -318,7 +340,7 @@ def norm_bwd(
     if not x.numel():
         return dx, dweight, dbias
 
-    config = row_config(BACKWARD if mean is not None else BACKWARD_RMS, hidden)
+    config = row_config(BACKWARD, hidden)
     programs = _bwd_programs(config, rows, hidden, x.device)
     dw_partial, db_partial = (  # flat: of two dimensions tracing would tell one program from several
         torch.empty(programs * hidden, dtype=torch.float32, device=x.device) if wanted else None
@@ -360,13 +382,14 @@ def _bwd_in_registers(
     summands: Summands,
     programs: int,
 ) -> None:
-    dy, more_dy, x, _, mean, _ = tensors
-    tiles = row_tiles(int(x.shape[1]), config.split)
-    shared_bytes = device_limits(x.device).shared_bytes
+    dy, more_dy, x, weight, mean, _ = tensors
     staged = (dy, more_dy, x, summands.dsum)
+    tiles = row_tiles(int(x.shape[1]), config.warps, _smallest(*staged, weight, outputs[0], summands.dinput))
     bytes_per_column = sum(0 if tensor is None else tensor.element_size() for tensor in staged)
-    stages = stages_that_fit(config, tiles, bytes_per_column, shared_bytes)
+    shared_bytes = device_limits(x.device).shared_bytes
+    stages = stages_that_fit(config, tiles.main + tiles.tail, bytes_per_column, shared_bytes)
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
+    meta["PARTS"] = _rows_side_by_side(config, tiles.lanes)
     run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes, *summands), meta, config.warps)
 
 
@@ -387,11 +410,14 @@ def _bwd_in_blocks(
         config = BACKWARD_WIDE_MEANS
         bytes_per_column = sum(0 if tensor is None else tensor.element_size() for tensor in (dy, more_dy, x, weight))
         shared_bytes = device_limits(x.device).shared_bytes
-        stages = stages_that_fit(config, RowTiles(config.width, 0, True), bytes_per_column, shared_bytes)
+        stages = stages_that_fit(config, config.width, bytes_per_column, shared_bytes)
         meta = {"CENTER": center, "BLOCK": config.width, "STAGES": stages}
         run(kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
     config = BACKWARD_WIDE
-    meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "STAGES": config.stages}
+    rows_moved = (dy, more_dy, x, outputs[0], summands.dsum, summands.dinput)
+    lanes, vec = _lanes(hidden, config.width, config.warps, _smallest(*rows_moved, weight))
+    meta = {"CENTER": center, "ROWS": config.rows, "BLOCK": config.width, "LANES": lanes, "VEC": vec}
+    meta |= {"PARTS": _rows_side_by_side(config, lanes), "STAGES": config.stages}
     grid = (ceil_div(hidden, config.width), programs)
     args = (*tensors, *means, *outputs, *sizes, *summands)
     run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)

@@ -12,7 +12,10 @@ backward adds `dsum`, the gradient that x has from elsewhere, to dx. In post-nor
 time in the sum's dtype, and has two gradients, which are added first. What is None costs nothing.
 
 A row that fits one program is one or two power-of-two tiles (`MAIN`, `TAIL`; 5120 is 4096 + 1024), so that common
-widths waste no lanes. Wider rows are walked in blocks. Every value is converted to fp32 as it is loaded.
+widths waste no threads. Folded to [rows, N / (LANES · VEC), LANES, VEC] a tile shows what each of the row's LANES
+threads holds, along axes 1 and 3, when each loads VEC columns at a time: sums of a lane cost no exchange, whatever the
+number of tiles, and those of a row one exchange between lanes. Wider rows are walked in blocks. Every value is
+converted to fp32 as it is loaded.
 
 Bytes per element moved: forward input + output; backward input + dy + dx (rows wider than one program: one more read
 of input and dy). Nothing is atomic: the parameter gradients are summed by each program over its rows, then by
@@ -120,11 +123,12 @@ def _load_weight(ptr, cols, hidden, weight_offset, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store_norm(
-    x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASKED: tl.constexpr
-):
-    y = (x - mean[:, None]) * rstd[:, None]
-    y = y * _load_weight(w_ptr, cols, hidden, weight_offset, MASKED) + _load_param(b_ptr, cols, hidden, 0.0, MASKED)
+def _store_norm(xhat, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    weight = _load_param(w_ptr, cols, hidden, 1.0, MASKED)
+    if not CENTER:  # LayerNorm has no offset
+        weight += tl.cast(weight_offset, tl.float32)
+    y = xhat * weight + _load_param(b_ptr, cols, hidden, 0.0, MASKED)
     at = row[:, None] * hidden + cols[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if again_ptr is not None:
@@ -132,26 +136,69 @@ def _store_norm(
 
 
 @triton.jit
-def _row_sums(g, xhat, CENTER: tl.constexpr):
-    """Σ g (zero for RMSNorm) and Σ g·x̂ of each row, both in one exchange between the warps."""
-    if CENTER:
-        return tl.split(tl.sum(tl.join(g, g * xhat), axis=1))
-    else:
-        total = tl.sum(g * xhat, axis=1)
-        return tl.zeros_like(total), total
+def _fold(tile, LANES: tl.constexpr, VEC: tl.constexpr):
+    """[rows, N] as [rows, N / (LANES · VEC), LANES, VEC]."""
+    return tl.reshape(tile, [tile.shape[0], tile.shape[1] // (LANES * VEC), LANES, VEC])
 
 
 @triton.jit
-def _deviations(x, mean, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexpr):
-    """Sums of x - mean (zero for RMSNorm) and of its squares."""
-    deviation = x - mean[:, None]
+def _unfold(tile):
+    return tl.reshape(tile, [tile.shape[0], tile.shape[1] * tile.shape[2] * tile.shape[3]])
+
+
+@triton.jit
+def _lane_sums(tile):
+    return tl.sum(tl.sum(tile, axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _only_inside(tile, cols, hidden, MASKED: tl.constexpr):
+    """A folded tile, zero past the row's end."""
     if MASKED:
-        deviation = tl.where((cols < hidden)[None, :], deviation, 0.0)
-    if INTERPRETED:  # joined, it would add them up one after another, in fp32
-        squares = tl.sum(deviation * deviation, axis=1)
-        return tl.sum(deviation, axis=1) if CENTER else tl.zeros_like(squares), squares
+        tile = tl.where(_fold((cols < hidden)[None, :], tile.shape[2], tile.shape[3]), tile, 0.0)
+    return tile
+
+
+@triton.jit
+def _lane_counts(hidden, COLUMNS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """How many of the first `hidden` of COLUMNS columns each lane holds, [1, 1, LANES, 1] fp32."""
+    turn = tl.arange(0, COLUMNS // (LANES * VEC))[None, :, None, None]
+    first = (turn * LANES + tl.arange(0, LANES)[None, None, :, None]) * VEC
+    return tl.sum(tl.minimum(tl.maximum(hidden - first, 0), VEC), axis=1, keep_dims=True).to(tl.float32)
+
+
+@triton.jit
+def _merge_moments(n, mean, squares, other_n, other_mean, other_squares):
+    """Of two sets of numbers: their count, mean and sum of squares about it (Chan, Golub, LeVeque 1979)."""
+    total = n + other_n
+    share = other_n / tl.maximum(total, 1.0)
+    apart = other_mean - mean
+    # In this order a lane without an element adds no 0 · inf.
+    return total, mean + apart * share, squares + other_squares + apart * (apart * (n * share))
+
+
+@triton.jit
+def _row_moments(count, mean, squares):
+    """Mean and sum of squares about it of each row, from those of its lanes: one exchange."""
+    if INTERPRETED:  # it would call Python for every lane
+        total = tl.sum(count, axis=2, keep_dims=True)
+        row_mean = tl.sum(count * mean, axis=2, keep_dims=True) / total
+        apart = mean - row_mean
+        return row_mean, tl.sum(squares + apart * (apart * count), axis=2, keep_dims=True)
     else:
-        return _row_sums(deviation, deviation, CENTER)
+        count = tl.broadcast_to(count, mean.shape)
+        _, mean, squares = tl.reduce((count, mean, squares), 2, _merge_moments, keep_dims=True)
+        return mean, squares
+
+
+@triton.jit
+def _row_sums(g, gx, CENTER: tl.constexpr):
+    """Sums of each row from those of its lanes, both in one exchange; the first is zero for RMSNorm."""
+    if CENTER:
+        return tl.split(tl.sum(tl.join(g, gx), axis=2, keep_dims=True))
+    else:
+        total = tl.sum(gx, axis=2, keep_dims=True)
+        return tl.zeros_like(total), total
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -179,46 +226,67 @@ def norm_fwd_kernel(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     MASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
 ):
-    """One program normalises ROWS whole rows held in registers: two-pass variance from one read."""
+    """One program normalises ROWS whole rows held in registers.
+
+    Each lane has a mean of its own and squares about that, so that the row needs one exchange only.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     cols = tl.arange(0, MAIN)
     MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
     mask = _row_mask(live, cols, hidden, MASK_MAIN)
-    x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, 0, cols, mask, hidden,
-                  seed_ptr, threshold, keep_scale)  # fmt: skip
+    x = _fold(_load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, 0, cols, mask, hidden,
+                        seed_ptr, threshold, keep_scale), LANES, VEC)  # fmt: skip
     if TAIL > 0:
         tail_cols = MAIN + tl.arange(0, TAIL)
         tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
-        tail = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, MAIN, tail_cols,
-                         tail_mask, hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
+        tail = _fold(_load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, MAIN, tail_cols,
+                               tail_mask, hidden, seed_ptr, threshold, keep_scale), LANES, VEC)  # fmt: skip
 
-    mean = tl.zeros([ROWS], tl.float32)
     if CENTER:
-        mean = tl.sum(x, axis=1)
+        count = tl.full([1, 1, LANES, 1], (MAIN + TAIL) // LANES, tl.float32)
+        if MASKED:
+            count = _lane_counts(hidden, MAIN, LANES, VEC)
+            if TAIL > 0:
+                count += _lane_counts(hidden - MAIN, TAIL, LANES, VEC)
+        some = tl.maximum(count, 1.0)
+        lane_mean = _lane_sums(x)
         if TAIL > 0:
-            mean += tl.sum(tail, axis=1)
-        mean = mean / hidden
-    rest, squares = _deviations(x, mean, cols, hidden, CENTER, MASK_MAIN)
+            lane_mean += _lane_sums(tail)
+        lane_mean = lane_mean / some
+        x = _only_inside(x - lane_mean, cols, hidden, MASK_MAIN)
+        rest = _lane_sums(x)
+        if TAIL > 0:
+            tail = _only_inside(tail - lane_mean, tail_cols, hidden, MASKED)
+            rest += _lane_sums(tail)
+    squares = _lane_sums(x * x)
     if TAIL > 0:
-        tail_rest, tail_squares = _deviations(tail, mean, tail_cols, hidden, CENTER, MASKED)
-        rest += tail_rest
-        squares += tail_squares
-    variance = squares / hidden
+        squares += _lane_sums(tail * tail)
     if CENTER:  # the mean of what is left is what the mean was off by: in rows of tiny spread it counts
-        rest = rest / hidden
-        # Squares that add up to inf stay that: rest², of a mean of 1e30, may be inf as well, and inf − inf is NaN.
-        variance = tl.where(variance < float("inf"), tl.maximum(variance - rest * rest, 0.0), variance)
-        mean += rest
-        tl.store(mean_ptr + row, mean, mask=live)
-    rstd = 1.0 / tl.sqrt_rn(variance + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
-    tl.store(rstd_ptr + row, rstd, mask=live)
+        rest = rest / some
+        # Squares that add up to inf stay that: rest², of a mean of 1e30, may be inf as well, and inf - inf is NaN.
+        squares = tl.where(squares < float("inf"), tl.maximum(squares - count * (rest * rest), 0.0), squares)
+        mean, squares = _row_moments(count, lane_mean + rest, squares)
+        tl.store(mean_ptr + row, tl.reshape(mean, [ROWS]), mask=live)
+    else:
+        squares = tl.sum(squares, axis=2, keep_dims=True)
+    rstd = 1.0 / tl.sqrt_rn(squares / hidden + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
+    tl.store(rstd_ptr + row, tl.reshape(rstd, [ROWS]), mask=live)
 
-    _store_norm(x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, MASK_MAIN)
+    x = x * rstd
+    if CENTER:
+        shift = (lane_mean - mean) * rstd
+        x += shift
+    _store_norm(_unfold(x), y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, MASK_MAIN)
     if TAIL > 0:
-        _store_norm(tail, y_ptr, again_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, mean, rstd, weight_offset,
-                    MASKED)  # fmt: skip
+        tail = tail * rstd
+        if CENTER:
+            tail += shift
+        _store_norm(_unfold(tail), y_ptr, again_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, weight_offset,
+                    CENTER, MASKED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -285,7 +353,8 @@ def norm_fwd_wide_kernel(
         else:
             x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, start, cols, mask,
                           hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
-        _store_norm(x, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, mean, rstd, weight_offset, True)
+        xhat = (x - mean[:, None]) * rstd[:, None]
+        _store_norm(xhat, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, True)
 
 
 @triton.jit
@@ -294,14 +363,31 @@ def _store_partial(ptr, partial, program, cols, hidden, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _no_sums(COLUMNS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    return tl.zeros([PARTS, COLUMNS // (LANES * VEC), LANES, VEC], tl.float32)
+
+
+@triton.jit
+def _over_rows(tile, PARTS: tl.constexpr):
+    """Sums of every PARTS-th row: those that a thread holds, where PARTS rows lie side by side."""
+    if tile.shape[0] == PARTS:
+        return tile
+    else:
+        parts = tl.reshape(tile, [tile.shape[0] // PARTS, PARTS, tile.shape[1], tile.shape[2], tile.shape[3]])
+        return tl.sum(parts, axis=0)
+
+
+@triton.jit
+def _store_sums(ptr, sums, program, cols, hidden, MASKED: tl.constexpr):
+    _store_partial(ptr, tl.reshape(tl.sum(sums, axis=0), [cols.shape[0]]), program, cols, hidden, MASKED)
+
+
+@triton.jit
 def _xhat(x, mean, rstd, cols, hidden, CENTER: tl.constexpr, MASKED: tl.constexpr):
     """x̂, zero past the row's end: (0 - mean) · rstd may be inf there, and inf times a gradient of zero is NaN."""
     if CENTER:
-        x = x - mean
-    x = x * rstd
-    if CENTER and MASKED:
-        x = tl.where((cols < hidden)[None, :], x, 0.0)
-    return x
+        x = _only_inside(x - mean, cols, hidden, MASKED)
+    return x * rstd
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -332,77 +418,82 @@ def norm_bwd_kernel(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     MASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Persistent programs: each takes every num_programs-th group of ROWS rows and keeps its dweight and dbias.
 
     `STAGES` groups are in flight: the pipeliner copies the coming ones into shared memory while one is worked on.
+    PARTS rows lie side by side in the program's threads; their dweight and dbias are added up after the last group.
     Rows and columns beyond the end load as zero, and a zero dy adds nothing to any sum, x̂ being finite there.
     """
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, MAIN)
     MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
-    weight = _load_weight(w_ptr, cols, hidden, weight_offset, MASK_MAIN)
-    dweight = tl.zeros([MAIN], tl.float32)
-    dbias = tl.zeros([MAIN], tl.float32)
+    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, MASK_MAIN), LANES, VEC)
+    dweight = _no_sums(MAIN, PARTS, LANES, VEC)
+    dbias = _no_sums(MAIN, PARTS, LANES, VEC)
     if TAIL > 0:
         tail_cols = MAIN + tl.arange(0, TAIL)
-        tail_weight = _load_weight(w_ptr, tail_cols, hidden, weight_offset, MASKED)
-        tail_dweight = tl.zeros([TAIL], tl.float32)
-        tail_dbias = tl.zeros([TAIL], tl.float32)
+        tail_weight = _fold(_load_weight(w_ptr, tail_cols, hidden, weight_offset, MASKED), LANES, VEC)
+        tail_dweight = _no_sums(TAIL, PARTS, LANES, VEC)
+        tail_dbias = _no_sums(TAIL, PARTS, LANES, VEC)
 
     for group in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
         live = row < rows
         mask = _row_mask(live, cols, hidden, MASK_MAIN)
-        x = _load_rows(x_ptr, row, x_stride, cols, mask)
-        dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask)
+        x = _fold(_load_rows(x_ptr, row, x_stride, cols, mask), LANES, VEC)
+        dy = _fold(_load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask), LANES, VEC)
         if TAIL > 0:
             tail_mask = _row_mask(live, tail_cols, hidden, MASKED)
-            tail_x = _load_rows(x_ptr, row, x_stride, tail_cols, tail_mask)
-            tail_dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, tail_cols, tail_mask)
-        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+            tail_x = _fold(_load_rows(x_ptr, row, x_stride, tail_cols, tail_mask), LANES, VEC)
+            tail_dy = _fold(_load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, tail_cols, tail_mask), LANES,
+                            VEC)  # fmt: skip
+        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None, None, None]
         mean = 0.0
         if CENTER:
-            mean = tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
+            mean = tl.load(mean_ptr + row, mask=live, other=0.0)[:, None, None, None]
         xhat = _xhat(x, mean, rstd, cols, hidden, CENTER, MASK_MAIN)
         if TAIL > 0:
             tail_xhat = _xhat(tail_x, mean, rstd, tail_cols, hidden, CENTER, MASKED)
 
         if dw_ptr is not None:
-            dweight += tl.sum(dy * xhat, axis=0)
+            dweight += _over_rows(dy * xhat, PARTS)
             if TAIL > 0:
-                tail_dweight += tl.sum(tail_dy * tail_xhat, axis=0)
+                tail_dweight += _over_rows(tail_dy * tail_xhat, PARTS)
         if db_ptr is not None:
-            dbias += tl.sum(dy, axis=0)
+            dbias += _over_rows(dy, PARTS)
             if TAIL > 0:
-                tail_dbias += tl.sum(tail_dy, axis=0)
+                tail_dbias += _over_rows(tail_dy, PARTS)
         if dx_ptr is not None or dinput_ptr is not None:
             g = dy * weight
-            sum_g, sum_gx = _row_sums(g, xhat, CENTER)
+            sum_g, sum_gx = _lane_sums(g), _lane_sums(g * xhat)
             if TAIL > 0:
                 tail_g = tail_dy * tail_weight
-                tail_sum_g, tail_sum_gx = _row_sums(tail_g, tail_xhat, CENTER)
-                sum_g += tail_sum_g
-                sum_gx += tail_sum_gx
-            mean_g = (sum_g / hidden)[:, None]
-            mean_gx = (sum_gx / hidden)[:, None]
-            dx = rstd * (g - mean_g - xhat * mean_gx)
+                sum_g += _lane_sums(tail_g)
+                sum_gx += _lane_sums(tail_g * tail_xhat)
+            sum_g, sum_gx = _row_sums(sum_g, sum_gx, CENTER)
+            mean_g = sum_g / hidden
+            mean_gx = sum_gx / hidden
+            dx = _unfold(rstd * (g - mean_g - xhat * mean_gx))
             _store_dx(dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, 0, cols, mask, hidden,
                       seed_ptr, threshold, keep_scale)  # fmt: skip
             if TAIL > 0:
-                tail_dx = rstd * (tail_g - mean_g - tail_xhat * mean_gx)
+                tail_dx = _unfold(rstd * (tail_g - mean_g - tail_xhat * mean_gx))
                 _store_dx(tail_dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, MAIN, tail_cols, tail_mask, hidden,
                           seed_ptr, threshold, keep_scale)  # fmt: skip
 
     if dw_ptr is not None:
-        _store_partial(dw_ptr, dweight, program, cols, hidden, MASK_MAIN)
+        _store_sums(dw_ptr, dweight, program, cols, hidden, MASK_MAIN)
         if TAIL > 0:
-            _store_partial(dw_ptr, tail_dweight, program, tail_cols, hidden, MASKED)
+            _store_sums(dw_ptr, tail_dweight, program, tail_cols, hidden, MASKED)
     if db_ptr is not None:
-        _store_partial(db_ptr, dbias, program, cols, hidden, MASK_MAIN)
+        _store_sums(db_ptr, dbias, program, cols, hidden, MASK_MAIN)
         if TAIL > 0:
-            _store_partial(db_ptr, tail_dbias, program, tail_cols, hidden, MASKED)
+            _store_sums(db_ptr, tail_dbias, program, tail_cols, hidden, MASKED)
 
 
 @triton.jit
@@ -494,37 +585,40 @@ def norm_bwd_wide_kernel(
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A column tile over every grid-axis-1-th group of rows: with the row means known nothing is left to exchange."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.program_id(1).to(tl.int64)
-    weight = _load_weight(w_ptr, cols, hidden, weight_offset, True)
-    dweight = tl.zeros([BLOCK], tl.float32)
-    dbias = tl.zeros([BLOCK], tl.float32)
+    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, True), LANES, VEC)
+    dweight = _no_sums(BLOCK, PARTS, LANES, VEC)
+    dbias = _no_sums(BLOCK, PARTS, LANES, VEC)
     for group in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
         row = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
         live = row < rows
         mask = _row_mask(live, cols, hidden, True)
-        xhat = _load_rows(x_ptr, row, x_stride, cols, mask)
-        dy = _load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask)
-        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None]
+        xhat = _fold(_load_rows(x_ptr, row, x_stride, cols, mask), LANES, VEC)
+        dy = _fold(_load_dy(dy_ptr, more_dy_ptr, row, dy_stride, more_dy_stride, cols, mask), LANES, VEC)
+        rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)[:, None, None, None]
         if CENTER:
-            xhat -= tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
+            xhat -= tl.load(mean_ptr + row, mask=live, other=0.0)[:, None, None, None]
         xhat *= rstd
-        dweight += tl.sum(dy * xhat, axis=0)
-        dbias += tl.sum(dy, axis=0)
+        dweight += _over_rows(dy * xhat, PARTS)
+        dbias += _over_rows(dy, PARTS)
         if dx_ptr is not None or dinput_ptr is not None:
-            dx = dy * weight - xhat * tl.load(mean_gx_ptr + row, mask=live, other=0.0)[:, None]
+            dx = dy * weight - xhat * tl.load(mean_gx_ptr + row, mask=live, other=0.0)[:, None, None, None]
             if CENTER:
-                dx -= tl.load(mean_g_ptr + row, mask=live, other=0.0)[:, None]
+                dx -= tl.load(mean_g_ptr + row, mask=live, other=0.0)[:, None, None, None]
             dx *= rstd
-            _store_dx(dx, dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, tl.program_id(0) * BLOCK, cols, mask, hidden,
-                      seed_ptr, threshold, keep_scale)  # fmt: skip
+            _store_dx(_unfold(dx), dx_ptr, dsum_ptr, dinput_ptr, row, dsum_stride, tl.program_id(0) * BLOCK, cols, mask,
+                      hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
     if dw_ptr is not None:
-        _store_partial(dw_ptr, dweight, program, cols, hidden, True)
+        _store_sums(dw_ptr, dweight, program, cols, hidden, True)
     if db_ptr is not None:
-        _store_partial(db_ptr, dbias, program, cols, hidden, True)
+        _store_sums(db_ptr, dbias, program, cols, hidden, True)
 
 
 @triton.jit
