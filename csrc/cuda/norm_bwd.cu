@@ -117,7 +117,16 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   const Device device = current_device();
   const Plan plan = n.add ? make_plan<x_t, dy_t, true>(n, device) : make_plan<x_t, dy_t, false>(n, device);
   const int hidden = static_cast<int>(n.hidden);
-  const BwdParams p{n, hidden, 1.0f / hidden, is_aligned<x_t, dy_t>(n), plan.stages, plan.partial_rows};
+  const auto row_bytes = [](int64_t stride, DType dtype) { return static_cast<int>(stride) * size_of(dtype); };
+  const BwdParams p{n,
+                    hidden,
+                    1.0f / hidden,
+                    is_aligned<x_t, dy_t>(n),
+                    row_bytes(n.x_stride, n.x_dtype),
+                    row_bytes(n.dy_stride, n.dy_dtype),
+                    row_bytes(n.dsum_stride, n.x_dtype),
+                    plan.stages,
+                    plan.partial_rows};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
   if (plan.elems) {

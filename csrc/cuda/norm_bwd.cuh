@@ -29,7 +29,8 @@ struct BwdParams {
   int hidden;
   float inverse_hidden;
   bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
-  int stages;        // tiles in shared memory a group, 1 or 2
+  int x_bytes, dy_bytes, dsum_bytes;  // from row to row; not of the wide kernels
+  int stages;                         // tiles in shared memory a group, 1 or 2
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
 };
 
@@ -40,19 +41,21 @@ constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
                                                                 : 384;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
-//   weight      acc_t [cols]
-//   x, dy, dsum [group][stage][row][cols] each (dsum: in an add + norm); after the last row: acc_t [group][cols], the
-//   groups' sums
+//   weight      acc_t [cols], in the order in which a warp's threads read it: [warp][vector][part of 16 bytes][thread]
+//   x, dy, dsum [group][stage][warp][tensor][row][vector][thread]; dsum: in an add + norm
+//   after the last row, in place of the latter: acc_t [group][cols], the groups' sums
 template <class x_t, class dy_t, int kElems, int kRows, bool kAdd>
 struct BwdSmem {
   using acc_t = acc_of<x_t>;
+  // Of a warp's part of a stage: where dy and dsum begin, and where it ends.
+  static constexpr int kDy = kRows * kElems * kWarp * static_cast<int>(sizeof(x_t));
+  static constexpr int kDsum = kDy + kRows * kElems * kWarp * static_cast<int>(sizeof(dy_t));
+  static constexpr int kWarpBytes = kDsum + (kAdd ? kDy : 0);
   int cols;  // of a row, padded to what its threads hold
 
   __host__ __device__ explicit BwdSmem(int threads) : cols(threads * kElems) {}
   __host__ __device__ int weight_bytes() const { return cols * static_cast<int>(sizeof(acc_t)); }
-  __host__ __device__ int stage_bytes() const {
-    return kRows * cols * static_cast<int>((kAdd ? 2 : 1) * sizeof(x_t) + sizeof(dy_t));
-  }
+  __host__ __device__ int stage_bytes() const { return cols / (kElems * kWarp) * kWarpBytes; }
   __host__ __device__ int bytes(int groups, int stages) const {
     const int ring = stages * stage_bytes(), sums = weight_bytes();
     return weight_bytes() + groups * (ring > sums ? ring : sums);
@@ -70,12 +73,13 @@ __device__ inline void store_vector(acc_t* p, const acc_t (&x)[kN]) {
   }
 }
 
+// A thread's kN elements of what lies as the weight does: parts of 16 bytes, a warp's width apart.
 template <int kN, class acc_t>
-__device__ inline void load_shared(const acc_t* p, acc_t (&out)[kN]) {
+__device__ inline void load_parts(const acc_t* p, acc_t (&out)[kN]) {
   constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
 #pragma unroll
   for (int part = 0; part < kN / kPart; ++part) {
-    const auto v = load<Vec<acc_t, kPart>>(p + part * kPart);
+    const auto v = load<Vec<acc_t, kPart>>(p + part * kPart * kWarp);
     memcpy(out + part * kPart, &v, sizeof v);
   }
 }
@@ -109,28 +113,31 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   constexpr int kSums = kRms ? kRows : 2 * kRows;  // a tile's Σ g·x̂, then its Σ g
   using XVec = Vec<x_t, kVec>;
   using DyVec = Vec<dy_t, kVec>;
+  using Smem = BwdSmem<x_t, dy_t, kElems, kRows, kAdd>;
   unsigned char* smem = dynamic_smem();
-  __shared__ acc_t exchange[2][kMaxWarps][kSums];
+  __shared__ Exchange<acc_t, kSums> exchange[2];
 
-  const BwdSmem<x_t, dy_t, kElems, kRows, kAdd> layout(blockDim.x);
+  const Smem layout(blockDim.x);
+  const int stages = kElems == 32 ? p.stages : 2;
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
-  const int slots = blockDim.x * kVecs;  // vectors of a row
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   // A warp's columns lie together: a thread's vectors are a constant apart.
-  const int slot = threadIdx.x / kWarp * kVecs * kWarp + threadIdx.x % kWarp;
+  const int first_col = (warp * kVecs * kWarp + lane) * kVec;
+  const auto column = [&](int i) { return first_col + i * kWarp * kVec; };
+  const auto inside = [&](int i) { return column(i) < p.hidden; };
+
   acc_t* weight = reinterpret_cast<acc_t*>(smem);
-  unsigned char* ring = smem + layout.weight_bytes() + group * p.stages * layout.stage_bytes();
+  constexpr int kPart = 16 / sizeof(acc_t) < kVec ? 16 / sizeof(acc_t) : kVec;
+  const acc_t* my_weight = weight + warp * kVecs * kWarp * kVec + lane * kPart;
+  unsigned char* ring = smem + layout.weight_bytes() + group * stages * layout.stage_bytes() + warp * Smem::kWarpBytes;
+  // Slots of this thread; `stage` is an offset in bytes.
   const auto x_slot = [&](int stage, int q, int i) {
-    return reinterpret_cast<XVec*>(ring + stage * layout.stage_bytes()) + q * slots + slot + i * kWarp;
+    return ring + stage + (lane + (q * kVecs + i) * kWarp) * static_cast<int>(sizeof(XVec));
   };
   const auto dy_slot = [&](int stage, int q, int i) {
-    unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * sizeof(x_t);
-    return reinterpret_cast<DyVec*>(base) + q * slots + slot + i * kWarp;
+    return ring + stage + Smem::kDy + (lane + (q * kVecs + i) * kWarp) * static_cast<int>(sizeof(DyVec));
   };
-  const auto dsum_slot = [&](int stage, int q, int i) {
-    unsigned char* base = ring + stage * layout.stage_bytes() + kRows * layout.cols * (sizeof(x_t) + sizeof(dy_t));
-    return reinterpret_cast<XVec*>(base) + q * slots + slot + i * kWarp;
-  };
-  const auto column = [&](int i) { return (slot + i * kWarp) * kVec; };
+  const auto dsum_slot = [&](int stage, int q, int i) { return x_slot(stage, q, i) + Smem::kDsum; };
   // The elements of a vector of dy, by index: converted where they are used, or registers spill.
   const auto dy_at = [&](int stage, int q, int i) {
     const auto dy = load<DyVec>(dy_slot(stage, q, i));
@@ -144,57 +151,63 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     }
   };
 
+  // Rows and their bytes are 32 bits wide and their products 64: one instruction an address.
+  const int rows = static_cast<int>(p.n.rows);
   const int step = gridDim.x * blockDim.y * kRows;
   // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
-  const int64_t first = (static_cast<int64_t>(group) * gridDim.x + blockIdx.x) * kRows;
-  const auto rows_left = [&](int64_t row) {
-    return static_cast<int>(min(p.n.rows - row, static_cast<int64_t>(kRows)));
+  const int first = (group * gridDim.x + blockIdx.x) * kRows;
+  const auto my_row = [&](const void* tensor, int element_bytes) {
+    return static_cast<const unsigned char*>(tensor) + first_col * element_bytes;
   };
-  const auto fetch_tile = [&](int64_t row, int stage) {
-    const int left_rows = rows_left(row);
+  const unsigned char* const x_rows = my_row(p.n.x, sizeof(x_t));
+  const unsigned char* const dy_rows = my_row(p.n.dy, sizeof(dy_t));
+  const unsigned char* const dsum_rows = my_row(p.n.dsum, sizeof(x_t));
+  const auto row_of = [](const unsigned char* rows, int row, int bytes) {
+    return rows + static_cast<int64_t>(row) * bytes;
+  };
+  // What lies past the last row or a row's end is zero.
+  const auto fetch_tile = [&](int row, int stage) {
 #pragma unroll
     for (int q = 0; q < kRows; ++q) {
-      if (q < left_rows) {
-        const x_t* x_row = static_cast<const x_t*>(p.n.x) + (row + q) * p.n.x_stride;       // [hidden]
-        const dy_t* dy_row = static_cast<const dy_t*>(p.n.dy) + (row + q) * p.n.dy_stride;  // [hidden]
+      const unsigned char* x_row = row_of(x_rows, row + q, p.x_bytes);
+      const unsigned char* dy_row = row_of(dy_rows, row + q, p.dy_bytes);
 #pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-          if (column(i) >= p.hidden) continue;
-          start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + column(i));
-          start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + column(i));
-          if (kAdd && p.n.dsum) {
-            const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + (row + q) * p.n.dsum_stride;  // [hidden]
-            start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + column(i));
-          }
+      for (int i = 0; i < kVecs; ++i) {
+        const bool valid = row + q < rows && inside(i);
+        start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + i * kWarp * sizeof(XVec), valid);
+        start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + i * kWarp * sizeof(DyVec), valid);
+        if (kAdd && p.n.dsum) {
+          const unsigned char* dsum_row = row_of(dsum_rows, row + q, p.dsum_bytes);
+          start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + i * kWarp * sizeof(XVec), valid);
         }
       }
     }
     commit_copies();
   };
-  const auto wait_ahead = [&] { p.stages == 1 ? wait_copies<0>() : wait_copies<1>(); };
-  const auto load_stats = [&](int64_t row, acc_t(&mean)[kRows], acc_t(&rstd)[kRows]) {
-    const int left_rows = rows_left(row);
+  const auto wait_ahead = [&] { stages == 1 ? wait_copies<0>() : wait_copies<1>(); };
+  const auto load_stats = [&](int row, acc_t(&mean)[kRows], acc_t(&rstd)[kRows]) {
 #pragma unroll
     for (int q = 0; q < kRows; ++q) {
-      const bool valid = q < left_rows;
-      mean[q] = !kRms && valid ? static_cast<const acc_t*>(p.n.mean)[row + q] : acc_t(0);
-      rstd[q] = valid ? static_cast<const acc_t*>(p.n.rstd)[row + q] : acc_t(0);
+      const bool valid = row + q < rows;
+      mean[q] = !kRms && valid ? (static_cast<const acc_t*>(p.n.mean) + row)[q] : acc_t(0);
+      rstd[q] = valid ? (static_cast<const acc_t*>(p.n.rstd) + row)[q] : acc_t(0);
     }
   };
 
   // The weight comes as it is, by way of the stage that is filled last: read one by one, its elements took 2 us at 8192
   // bf16 columns and 5 at fp32's, and whole vectors of it in registers spilled.
-  unsigned char* raw_weight = smem + layout.weight_bytes() + (p.stages - 1) * layout.stage_bytes();
+  const int last_stage = (stages - 1) * layout.stage_bytes();
+  unsigned char* raw_weight = smem + layout.weight_bytes() + last_stage;
   if (p.n.weight) {
-    constexpr int kPart = 8;  // bytes; what is aligned to that in every mix of dtypes
+    constexpr int kBytes = 8;  // what is aligned to that in every mix of dtypes
 #pragma unroll 1
-    for (int at = (group * blockDim.x + threadIdx.x) * kPart; at < p.hidden * size_of(p.n.weight_dtype);
-         at += blockDim.x * blockDim.y * kPart) {
-      start_copy<kPart>(raw_weight + at, static_cast<const unsigned char*>(p.n.weight) + at);
+    for (int at = (group * blockDim.x + threadIdx.x) * kBytes; at < p.hidden * size_of(p.n.weight_dtype);
+         at += blockDim.x * blockDim.y * kBytes) {
+      start_copy<kBytes>(raw_weight + at, static_cast<const unsigned char*>(p.n.weight) + at);
     }
   }
   commit_copies();
-  for (int ahead = 0; ahead + 1 < p.stages; ++ahead) fetch_tile(first + static_cast<int64_t>(ahead) * step, ahead);
+  if (stages > 1) fetch_tile(first, 0);
   wait_ahead();
   __syncthreads();
   for (int col = group * blockDim.x + threadIdx.x; col < layout.cols; col += blockDim.x * blockDim.y) {
@@ -203,86 +216,78 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       w = p.n.weight ? load_element(raw_weight, p.n.weight_dtype, col, acc_t(0)) + static_cast<acc_t>(p.n.weight_offset)
                      : acc_t(1);
     }
-    weight[col] = w;
+    const int part = col % kVec / kPart, thread = col / kVec % kWarp, vector = col / (kVec * kWarp);
+    weight[((vector * (kVec / kPart) + part) * kWarp + thread) * kPart + col % kPart] = w;
   }
   acc_t mean[kRows], rstd[kRows];
   load_stats(first, mean, rstd);
   acc_t dweight[kVecs][kVec] = {}, dbias[kVecs][kVec] = {};
   const acc_t inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
   __syncthreads();
-  // Slots past the row's end are never copied to: they must read as zero. (Unrolled, the loop made 10.0 spill.)
-  for (int stage = 0; stage < p.stages; ++stage) {
-#pragma unroll 1
-    for (int i = 0; i < kVecs; ++i) {
-      if (column(i) < p.hidden) continue;
-      for (int q = 0; q < kRows; ++q) {
-        store(x_slot(stage, q, i), XVec{});
-        store(dy_slot(stage, q, i), DyVec{});
-        if constexpr (kAdd) store(dsum_slot(stage, q, i), XVec{});
-      }
-    }
-  }
 
   int stage = 0, turn = 0;
-  for (int64_t row = first; row < p.n.rows; row += step) {
-    const int tile_rows = rows_left(row);
-    const int refill = stage == 0 ? p.stages - 1 : stage - 1;
-    fetch_tile(row + static_cast<int64_t>(p.stages - 1) * step, refill);
+  for (int row = first; row < rows; row += step) {
+    const int refill = last_stage - stage;
+    fetch_tile(stages > 1 ? row + step : row, refill);
     acc_t next_mean[kRows], next_rstd[kRows];
     load_stats(row + step, next_mean, next_rstd);
     wait_ahead();
 
     acc_t sums[kSums] = {};
 #pragma unroll
-    for (int q = 0; q < kRows; ++q) {
-      if (q < tile_rows) {
+    for (int i = 0; i < kVecs; ++i) {
+      acc_t w[kVec];
+      load_parts(my_weight + i * kWarp * kVec, w);
 #pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-          const auto x = load<XVec>(x_slot(stage, q, i));
-          const auto dy = dy_at(stage, q, i);
-          acc_t w[kVec];
-          load_shared(weight + column(i), w);
+      for (int q = 0; q < kRows; ++q) {
+        const auto x = load<XVec>(x_slot(stage, q, i));
+        const auto dy = dy_at(stage, q, i);
+        const acc_t scale = inside(i) ? rstd[q] : acc_t(0);  // 0 - mean may be too much for it: inf * 0 is NaN
 #pragma unroll
-          for (int j = 0; j < kVec; ++j) {
-            const acc_t xhat = (element(x, j) - mean[q]) * rstd[q];
-            const acc_t d = dy(j), g = d * w[j];
-            dweight[i][j] += d * xhat;
-            if constexpr (!kRms) dbias[i][j] += d;
-            sums[q] += g * xhat;
-            if constexpr (!kRms) sums[kRows + q] += g;
-          }
+        for (int j = 0; j < kVec; ++j) {
+          const acc_t xhat = (element(x, j) - mean[q]) * scale;
+          const acc_t d = dy(j), g = d * w[j];
+          dweight[i][j] += d * xhat;
+          if constexpr (!kRms) dbias[i][j] += d;
+          sums[q] += g * xhat;
+          if constexpr (!kRms) sums[kRows + q] += g;
         }
       }
     }
-    row_sum_each(sums, &exchange[turn][group * warps], warps, group + 1);
+    row_sum_each(sums, exchange[turn], group * warps, warps, group + 1);
     turn ^= 1;
 
     if (p.n.dx || (kAdd && p.n.dinput)) {
+      acc_t slope[kRows], mean_g[kRows];  // slope: of dx in x, over -rstd
 #pragma unroll
       for (int q = 0; q < kRows; ++q) {
-        if (q < tile_rows) {
-          x_t* dx_row = static_cast<x_t*>(p.n.dx) + (row + q) * p.hidden;  // [hidden]
-          const acc_t slope = sums[q] * inverse_hidden * rstd[q];          // of dx in x, over -rstd
-          const acc_t mean_g = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
+        slope[q] = sums[q] * inverse_hidden * rstd[q];
+        mean_g[q] = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
+      }
 #pragma unroll(kAdd ? 1 : kVecs)
-          for (int i = 0; i < kVecs; ++i) {
-            const auto x = load<XVec>(x_slot(stage, q, i));
-            const auto dy = dy_at(stage, q, i);
-            acc_t w[kVec], dx[kVec];
-            load_shared(weight + column(i), w);
+      for (int i = 0; i < kVecs; ++i) {
+        if (!inside(i)) continue;
+        acc_t w[kVec];
+        load_parts(my_weight + i * kWarp * kVec, w);
 #pragma unroll
-            for (int j = 0; j < kVec; ++j) {
-              dx[j] = rstd[q] * (dy(j) * w[j] - mean_g - (element(x, j) - mean[q]) * slope);
-            }
-            if (column(i) >= p.hidden) continue;
-            if constexpr (kAdd) {
-              if (p.n.dsum && !p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), dx);
-              store_summands(p, row + q, column(i), true, dx);
-            } else {
-              XVec out;
-              narrow(dx, out);
-              store(dx_row + column(i), out);
-            }
+        for (int q = 0; q < kRows; ++q) {
+          if (row + q >= rows) continue;
+          const auto x = load<XVec>(x_slot(stage, q, i));
+          const auto dy = dy_at(stage, q, i);
+          acc_t dx[kVec];
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            dx[j] = rstd[q] * (dy(j) * w[j] - mean_g[q] - (element(x, j) - mean[q]) * slope[q]);
+          }
+          if constexpr (kAdd) {
+            if (p.n.dsum && !p.n.post_norm) add_widened(load<XVec>(dsum_slot(stage, q, i)), dx);
+            store_summands(p, row + q, column(i), true, dx);
+          } else {
+            XVec out;
+            narrow(dx, out);
+            unsigned char* dx_row = static_cast<unsigned char*>(p.n.dx) + first_col * sizeof(x_t) +
+                                    static_cast<int64_t>(row + q) * (p.hidden * static_cast<int>(sizeof(x_t)));
+            store(dx_row + i * kWarp * sizeof(XVec), out);
           }
         }
       }
@@ -292,7 +297,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       mean[q] = next_mean[q];
       rstd[q] = next_rstd[q];
     }
-    stage = stage + 1 == p.stages ? 0 : stage + 1;
+    stage = refill;
   }
   allow_next_kernel();
 
@@ -377,7 +382,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, dy_t>;
   constexpr int kSums = kRms ? 1 : 2;
-  __shared__ acc_t exchange[2][kMaxWarps][kSums];
+  __shared__ Exchange<acc_t, kSums> exchange[2];
   const int vecs = (p.hidden + kVec - 1) / kVec;
   int turn = 0;
   for (int64_t row = blockIdx.x; row < p.n.rows; row += gridDim.x) {
@@ -393,7 +398,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
       if (p.n.weight) load_param(p.n.weight, p.n.weight_dtype, col, left, p.aligned, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        xhat[j] = (xhat[j] - mean) * rstd;
+        xhat[j] = j < left ? (xhat[j] - mean) * rstd : acc_t(0);  // 0 - mean may be too much: inf * 0 is NaN
         if (p.n.weight) g[j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
       }
     };
@@ -414,7 +419,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
     acc_t sums[kSums];
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = exact[k].total();
-    row_sum_each(sums, exchange[turn], blockDim.x / kWarp, 1);
+    row_sum_each(sums, exchange[turn], 0, blockDim.x / kWarp, 1);
     turn ^= 1;
     const acc_t mean_gx = sums[0] / p.hidden, mean_g = kRms ? acc_t(0) : sums[kSums - 1] / p.hidden;
 #pragma unroll 2

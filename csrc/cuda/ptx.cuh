@@ -1,6 +1,8 @@
 // What CUDA C++ has no intrinsic for. A host that emulates CUDA brings its own (FUSEDOPS_EMULATED).
 #pragma once
 
+#include <type_traits>
+
 #ifndef FUSEDOPS_EMULATED
 
 namespace fusedops::cuda {
@@ -11,25 +13,22 @@ __device__ inline unsigned char* dynamic_smem() {
   return fusedops_dynamic_smem;
 }
 
-// Starts a copy of 4, 8 or 16 aligned bytes to shared memory; done once wait_copies() says so. Before compute
-// capability 8.0 it is a plain copy.
+// Starts a copy of 4, 8 or 16 aligned bytes to shared memory, of zeros where not `valid`; done once wait_copies() says
+// so. Before compute capability 8.0 it is a plain copy.
 template <int kBytes>
-__device__ inline void start_copy(void* shared, const void* global) {
+__device__ inline void start_copy(void* shared, const void* global, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes), "r"(bytes)
+                 : "memory");
   }
 #else
-  if constexpr (kBytes == 16) {
-    *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
-  } else if constexpr (kBytes == 8) {
-    *static_cast<uint2*>(shared) = *static_cast<const uint2*>(global);
-  } else {
-    *static_cast<unsigned*>(shared) = *static_cast<const unsigned*>(global);
-  }
+  using Raw = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+  *static_cast<Raw*>(shared) = valid ? *static_cast<const Raw*>(global) : Raw{};
 #endif
 }
 

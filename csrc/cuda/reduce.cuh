@@ -73,18 +73,31 @@ struct RowSum {
   }
 };
 
-// kN sums over the warps of a row in one exchange and one barrier; every thread gets all of them.
+// Where the warps of a block leave kN sums each; the rows lie on banks of their own.
+template <class acc_t, int kN>
+struct Exchange {
+  acc_t sums[kN][kMaxWarps + kWarp / kN];
+};
+
+// kN sums over the warps of a row, those from `first` on, in one exchange and one barrier; every thread gets all of
+// them.
 template <int kN, class acc_t>
-__device__ inline void row_sum_each(acc_t (&v)[kN], acc_t (*buffer)[kN], int warps, int barrier) {
+__device__ inline void row_sum_each(acc_t (&v)[kN], Exchange<acc_t, kN>& exchange, int first, int warps, int barrier) {
   constexpr int kLanes = kWarp / kN;  // lanes that hold the same sum
   const int lane = threadIdx.x % kWarp;
   acc_t sum = warp_sum_each(v);
   if (warps > 1) {
-    if (lane % kLanes == 0) buffer[threadIdx.x / kWarp][lane / kLanes] = sum;
+    acc_t* sums = exchange.sums[lane / kLanes] + first;
+    if (lane % kLanes == 0) sums[threadIdx.x / kWarp] = sum;
     sync_group(barrier, warps * kWarp);
+    sum = 0;
 #pragma unroll
-    for (int k = 0; k < kN; ++k) v[k] = lane < warps ? buffer[lane][k] : acc_t(0);
-    sum = warp_sum_each(v);
+    for (int part = 0; part < kMaxWarps / kLanes; ++part) {
+      const int warp = part * kLanes + lane % kLanes;
+      if (warp < warps) sum += sums[warp];
+    }
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
   }
 #pragma unroll
   for (int k = 0; k < kN; ++k) v[k] = __shfl_sync(kFullWarp, sum, k * kLanes);
