@@ -32,7 +32,7 @@ template __global__ void norm_fwd_wide_kernel<InputRow<bf16, bf16>, false>(FwdPa
 template __global__ void norm_fwd_wide_kernel<InputRow<float, bf16>, true>(FwdParams);
 template __global__ void norm_bwd_kernel<bf16, bf16, false, false, 8, 2>(BwdParams);
 template __global__ void norm_bwd_kernel<float, float, true, false, 16, 1>(BwdParams);
-template __global__ void norm_bwd_kernel<float, bf16, false, false, 8, 2>(BwdParams);
+template __global__ void norm_bwd_kernel<float, bf16, false, false, 16, 1>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<bf16, bf16, false>(BwdParams);
 template __global__ void norm_bwd_wide_kernel<float, float, true>(BwdParams);
 template __global__ void norm_fwd_kernel<SumRow<bf16, bf16, bf16, false>, false, 2>(FwdParams);
@@ -96,7 +96,7 @@ def test_forward_reads_and_writes_rows_in_whole_vectors(kernels, kernel):
 BACKWARD = {
     "norm_bwd_kernel<bf16, bf16, false, false, 8, 2>": (128, 128, 2, 4),
     "norm_bwd_kernel<float, float, true, false, 16, 1>": (128, 128, 4, 8),
-    "norm_bwd_kernel<float, bf16, false, false, 8, 2>": (128, 64, 4, 4),
+    "norm_bwd_kernel<float, bf16, false, false, 16, 1>": (128, 64, 4, 8),
 }
 
 

@@ -2,6 +2,7 @@
 #include "norm_bwd.cuh"
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "dispatch.h"
@@ -18,7 +19,10 @@ struct Shape {
   int rows;
   int min_stages;
 };
-constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {32, 1, 1}};
+constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {24, 1, 1}};
+// Rows of fp32 are never faster in the first (5120 columns: 145 us, 137 in the second; H200).
+template <class x_t>
+constexpr int kFirstShape = sizeof(x_t) == 4 ? 1 : 0;
 // More bytes under way are slower: bf16 8192 63 % of the copy with four, 68 with two (H200).
 constexpr int kMaxStages = 2;
 constexpr int kMaxGroups = 15;    // a block has 15 barriers beside the one of __syncthreads()
@@ -29,6 +33,7 @@ constexpr int kColumnBlocks = 4;  // blocks an SM of the column sums of wide row
 // the rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may
 // be off by.
 constexpr int kMostAdditions = 56;
+constexpr int kSumRows = 32;  // rows to a sum where a group has more, and adds up the sums of so many rows
 
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -44,11 +49,19 @@ bool is_aligned(const NormBwd& n) {
          fits(n.dinput, n.dinput_dtype) && fits(n.weight, n.weight_dtype);
 }
 
+// The staged kernel counts rows, and a round of blocks beyond them, and the bytes from row to row in 32 bits.
+bool counts_in_32_bits(const NormBwd& n) {
+  const auto fits = [&](int64_t stride, DType dtype) { return n.rows == 1 || stride * size_of(dtype) <= INT_MAX; };
+  return n.rows < 1 << 29 && fits(n.x_stride, n.x_dtype) && fits(n.dy_stride, n.dy_dtype) &&
+         fits(n.dsum_stride, n.x_dtype);
+}
+
 // What a launch will look like; the workspace is sized by the same plan.
 struct Plan {
   int elems;         // of the shape; 0: the wide kernels
   dim3 grid, block;  // of the kernel that makes the partial rows
   int stages;
+  int tiles_a_sum;  // as the kernel's
   int smem;
   int partial_rows;
 };
@@ -57,7 +70,7 @@ struct Plan {
 template <class x_t, class dy_t>
 constexpr bool kStagedAdd = sizeof(x_t) != 8 && (std::is_same_v<x_t, dy_t> || sizeof(x_t) == 4);
 
-template <class x_t, class dy_t, bool kAdd>
+template <class x_t, class dy_t, bool kRms, bool kAdd>
 Plan make_plan(const NormBwd& n, const Device& device) {
   using acc_t = acc_of<x_t>;
   const int hidden = static_cast<int>(n.hidden);
@@ -70,23 +83,31 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     if (threads > kWarp) groups = std::min(groups, kMaxGroups);
     const int64_t tiles = (n.rows + kShape.rows - 1) / kShape.rows;
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
-    const BwdSmem<x_t, dy_t, kShape.elems, kShape.rows, kAdd> layout(threads);
+    const BwdSmem<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows> layout(threads);
+    const auto room = [&](int stages, bool sums) { return layout.bytes(groups, stages, sums) <= device.dynamic_smem; };
     int stages = kMaxStages;
-    while (stages > 0 && layout.bytes(groups, stages) > device.dynamic_smem) --stages;
+    while (stages > 0 && !room(stages, false)) --stages;
     if (stages < kShape.min_stages) return false;
     plan.elems = kShape.elems;
     const int64_t at_once = device.sms * kBlocksPerSm;
     const int64_t most = at_once * groups * ((kMostAdditions - groups) / kShape.rows);  // tiles of one round of blocks
-    plan.partial_rows = static_cast<int>(std::min((tiles + groups - 1) / groups, (tiles + most - 1) / most * at_once));
+    const bool many = tiles > most, sums = many && room(stages, true);
+    plan.tiles_a_sum = sums ? kSumRows / kShape.rows : 0;
+    plan.partial_rows =
+        static_cast<int>(std::min((tiles + groups - 1) / groups, sums ? at_once : (tiles + most - 1) / most * at_once));
     plan.grid = dim3(plan.partial_rows);
     plan.block = dim3(threads, groups);
     plan.stages = stages;
-    plan.smem = layout.bytes(groups, stages);
+    plan.smem = layout.bytes(groups, stages, sums);
     return true;
   };
-  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n)) {
-    if (fits(Int<0>())) return plan;
-    if constexpr (sizeof(acc_t) == 4) {
+  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n) && counts_in_32_bits(n)) {
+    if constexpr (kFirstShape<x_t> == 0) {
+      // Rows of 16 bits that fill four groups and more just so are faster in the second: 2048 columns 107 us, not 112.
+      const bool fours = hidden == 512 || hidden == 1024 || hidden == 2048;
+      if (!(sizeof(x_t) == 2 && fours) && fits(Int<0>())) return plan;
+    }
+    if constexpr (sizeof(x_t) != 8) {
       if (fits(Int<1>()) || fits(Int<2>())) return plan;
     }
   }
@@ -103,7 +124,8 @@ Plan make_plan(const NormBwd& n, const Device& device) {
 
 template <class x_t, class dy_t, bool kRms, bool kAdd>
 auto staged_kernel(int elems) {
-  auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[0].elems, kShapes[0].rows>;
+  constexpr Shape kFirst = kShapes[kFirstShape<x_t>];
+  auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kFirst.elems, kFirst.rows>;
   if constexpr (sizeof(x_t) != 8) {
     if (elems == kShapes[1].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[1].elems, kShapes[1].rows>;
     if (elems == kShapes[2].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[2].elems, kShapes[2].rows>;
@@ -115,7 +137,7 @@ template <class x_t, class dy_t, bool kRms>
 cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   using acc_t = acc_of<x_t>;
   const Device device = current_device();
-  const Plan plan = n.add ? make_plan<x_t, dy_t, true>(n, device) : make_plan<x_t, dy_t, false>(n, device);
+  const Plan plan = n.add ? make_plan<x_t, dy_t, kRms, true>(n, device) : make_plan<x_t, dy_t, kRms, false>(n, device);
   const int hidden = static_cast<int>(n.hidden);
   const auto row_bytes = [](int64_t stride, DType dtype) { return static_cast<int>(stride) * size_of(dtype); };
   const BwdParams p{n,
@@ -126,6 +148,7 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
                     row_bytes(n.dy_stride, n.dy_dtype),
                     row_bytes(n.dsum_stride, n.x_dtype),
                     plan.stages,
+                    plan.tiles_a_sum,
                     plan.partial_rows};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
@@ -148,10 +171,13 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
     }
   }
   if (status != cudaSuccess || sums == 0) return status;
-  const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums);
-  const bool few = static_cast<int>(grid.x * grid.y) <= device.sms;  // 1.4 us of 39 at 1024 columns; H200
-  const auto finish = few ? norm_bwd_finish_kernel<acc_t, 32> : norm_bwd_finish_kernel<acc_t, 8>;
-  return launch(finish, p, grid, dim3(kWarp, few ? 32 : 8), 0, stream, /*overlap=*/true);
+  const auto finish = [&](auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    const dim3 grid((p.hidden + kWarp - 1) / kWarp, sums), block(kWarp / kVec, kFinishThreads * kVec / kWarp);
+    return launch(norm_bwd_finish_kernel<acc_t, kVec>, p, grid, block, 0, stream, /*overlap=*/true);
+  };
+  constexpr int kWhole = 16 / sizeof(acc_t);
+  return n.hidden % kWhole == 0 ? finish(Int<kWhole>()) : finish(Int<1>());
 }
 
 }  // namespace
@@ -159,12 +185,16 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
 int64_t norm_bwd_workspace(const NormBwd& n) {
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   if (sums == 0) return 0;
-  return with_float_pair(n.x_dtype, n.dy_dtype, [&](auto x, auto dy) -> int64_t {
-    using x_t = typename decltype(x)::type;
-    using dy_t = typename decltype(dy)::type;
-    const Device device = current_device();
-    const Plan plan = n.add ? make_plan<x_t, dy_t, true>(n, device) : make_plan<x_t, dy_t, false>(n, device);
-    return sums * plan.partial_rows * n.hidden * static_cast<int64_t>(sizeof(acc_of<x_t>));
+  return with_float_pair(n.x_dtype, n.dy_dtype, [&](auto x, auto dy) {
+    return with_bool(n.rms, [&](auto rms) -> int64_t {
+      using x_t = typename decltype(x)::type;
+      using dy_t = typename decltype(dy)::type;
+      constexpr bool kRms = decltype(rms)::value;
+      const Device device = current_device();
+      const Plan plan =
+          n.add ? make_plan<x_t, dy_t, kRms, true>(n, device) : make_plan<x_t, dy_t, kRms, false>(n, device);
+      return sums * plan.partial_rows * n.hidden * static_cast<int64_t>(sizeof(acc_of<x_t>));
+    });
   });
 }
 

@@ -28,23 +28,25 @@ struct BwdParams {
   NormBwd n;
   int hidden;
   float inverse_hidden;
-  bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
+  bool aligned;                       // every access of a whole vector is an aligned one; the wide kernels do without
   int x_bytes, dy_bytes, dsum_bytes;  // from row to row; not of the wide kernels
   int stages;                         // tiles in shared memory a group, 1 or 2
-  int partial_rows;  // rows of each of dweight's and dbias' partial sums
+  int tiles_a_sum;                    // that a thread adds up in registers before they join those in shared memory
+  int partial_rows;                   // rows of each of dweight's and dbias' partial sums
 };
 
 // Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
 template <class x_t, class dy_t, bool kAdd, int kElems>
-constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems == 16 ? 512
-                               : kElems == 8                    ? (std::is_same_v<x_t, dy_t> && !kAdd ? 1024 : 768)
-                                                                : 384;
+constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems > 8 ? 512
+                               : kAdd                         ? 768
+                                                              : 1024;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols], in the order in which a warp's threads read it: [warp][vector][part of 16 bytes][thread]
 //   x, dy, dsum [group][stage][warp][tensor][row][vector][thread]; dsum: in an add + norm
 //   after the last row, in place of the latter: acc_t [group][cols], the groups' sums
-template <class x_t, class dy_t, int kElems, int kRows, bool kAdd>
+//   dweight, dbias acc_t [group][sum][cols], as the weight, where there are more tiles than registers may add up
+template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows>
 struct BwdSmem {
   using acc_t = acc_of<x_t>;
   // Of a warp's part of a stage: where dy and dsum begin, and where it ends.
@@ -56,9 +58,13 @@ struct BwdSmem {
   __host__ __device__ explicit BwdSmem(int threads) : cols(threads * kElems) {}
   __host__ __device__ int weight_bytes() const { return cols * static_cast<int>(sizeof(acc_t)); }
   __host__ __device__ int stage_bytes() const { return cols / (kElems * kWarp) * kWarpBytes; }
-  __host__ __device__ int bytes(int groups, int stages) const {
+  __host__ __device__ int ring_bytes(int groups, int stages) const {
     const int ring = stages * stage_bytes(), sums = weight_bytes();
-    return weight_bytes() + groups * (ring > sums ? ring : sums);
+    return groups * (ring > sums ? ring : sums);
+  }
+  __host__ __device__ int sums_bytes() const { return (kRms ? 1 : 2) * weight_bytes(); }
+  __host__ __device__ int bytes(int groups, int stages, bool sums) const {
+    return weight_bytes() + ring_bytes(groups, stages) + sums * groups * sums_bytes();
   }
 };
 
@@ -82,6 +88,34 @@ __device__ inline void load_parts(const acc_t* p, acc_t (&out)[kN]) {
     const auto v = load<Vec<acc_t, kPart>>(p + part * kPart * kWarp);
     memcpy(out + part * kPart, &v, sizeof v);
   }
+}
+
+template <int kN, class acc_t>
+__device__ inline void store_parts(acc_t* p, const acc_t (&x)[kN]) {
+  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+#pragma unroll
+  for (int part = 0; part < kN / kPart; ++part) {
+    Vec<acc_t, kPart> v;
+    memcpy(&v, x + part * kPart, sizeof v);
+    store(p + part * kPart * kWarp, v);
+  }
+}
+
+template <int kN, class acc_t>
+__device__ inline void add_parts(const acc_t* p, acc_t (&x)[kN]) {
+  acc_t there[kN];
+  load_parts(p, there);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) x[j] += there[j];
+}
+
+// Moves a sum there, to what is there already.
+template <int kN, class acc_t>
+__device__ inline void move_parts(acc_t* p, acc_t (&x)[kN]) {
+  add_parts(p, x);
+  store_parts(p, x);
+#pragma unroll
+  for (int j = 0; j < kN; ++j) x[j] = 0;
 }
 
 // Stores the gradients of both summands of a row of an add + norm; `dx` is that of the sum.
@@ -113,12 +147,12 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   constexpr int kSums = kRms ? kRows : 2 * kRows;  // a tile's Σ g·x̂, then its Σ g
   using XVec = Vec<x_t, kVec>;
   using DyVec = Vec<dy_t, kVec>;
-  using Smem = BwdSmem<x_t, dy_t, kElems, kRows, kAdd>;
+  using Smem = BwdSmem<x_t, dy_t, kRms, kAdd, kElems, kRows>;
   unsigned char* smem = dynamic_smem();
   __shared__ Exchange<acc_t, kSums> exchange[2];
 
   const Smem layout(blockDim.x);
-  const int stages = kElems == 32 ? p.stages : 2;
+  const int stages = kElems == 24 ? p.stages : 2;
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   // A warp's columns lie together: a thread's vectors are a constant apart.
@@ -128,7 +162,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
 
   acc_t* weight = reinterpret_cast<acc_t*>(smem);
   constexpr int kPart = 16 / sizeof(acc_t) < kVec ? 16 / sizeof(acc_t) : kVec;
-  const acc_t* my_weight = weight + warp * kVecs * kWarp * kVec + lane * kPart;
+  const int my_parts = warp * kVecs * kWarp * kVec + lane * kPart;
+  const acc_t* my_weight = weight + my_parts;
   unsigned char* ring = smem + layout.weight_bytes() + group * stages * layout.stage_bytes() + warp * Smem::kWarpBytes;
   // Slots of this thread; `stage` is an offset in bytes.
   const auto x_slot = [&](int stage, int q, int i) {
@@ -225,7 +260,18 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   const acc_t inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
   __syncthreads();
 
-  int stage = 0, turn = 0;
+  // Of many tiles, dweight's and dbias' vectors number i, of those that are no longer in registers.
+  const auto kept = [&](int i, bool second) {
+    unsigned char* sums = smem + layout.weight_bytes() + layout.ring_bytes(blockDim.y, stages);
+    return reinterpret_cast<acc_t*>(sums + group * layout.sums_bytes()) + second * layout.cols + my_parts +
+           i * kWarp * kVec;
+  };
+  if (p.tiles_a_sum) {
+#pragma unroll 1
+    for (int i = 0; i < (kRms ? 1 : 2) * kVecs; ++i) store_parts(kept(i % kVecs, i >= kVecs), dweight[0]);
+  }
+
+  int stage = 0, turn = 0, tiles_left = p.tiles_a_sum;
   for (int row = first; row < rows; row += step) {
     const int refill = last_stage - stage;
     fetch_tile(stages > 1 ? row + step : row, refill);
@@ -298,10 +344,25 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
       rstd[q] = next_rstd[q];
     }
     stage = refill;
+    if (--tiles_left == 0) {
+      tiles_left = p.tiles_a_sum;
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        move_parts(kept(i, false), dweight[i]);
+        if constexpr (!kRms) move_parts(kept(i, true), dbias[i]);
+      }
+    }
   }
   allow_next_kernel();
 
   wait_copies<0>();
+  if (p.tiles_a_sum) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      add_parts(kept(i, false), dweight[i]);
+      if constexpr (!kRms) add_parts(kept(i, true), dbias[i]);
+    }
+  }
   acc_t* sums = reinterpret_cast<acc_t*>(smem + layout.weight_bytes());  // [group][cols]
   acc_t* partial = static_cast<acc_t*>(p.n.workspace);                   // [dweight, dbias][partial_rows][hidden]
   const auto write_partial = [&](const acc_t(&mine)[kVecs][kVec]) {
@@ -328,37 +389,45 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
   if (p.n.dbias) write_partial(dbias);
 }
 
-// Adds the partial rows up: blockDim = (32 columns, kRows strides of rows), blockIdx.y = which of dweight and dbias.
-// All loads are under way at once, one trip to memory, if all blocks are too: many of them have to be small.
-template <class acc_t, int kRows>
-__global__ void __launch_bounds__(kWarp* kRows, 1) norm_bwd_finish_kernel(const BwdParams p) {
-  __shared__ acc_t sums[kRows][kWarp];
-  const int col = blockIdx.x * kWarp + threadIdx.x;
+// Adds the partial rows up, 32 columns a block: blockDim = (kVec columns a thread, kRows strides of rows), blockIdx.y =
+// which of dweight and dbias. All loads are under way at once, one trip to memory, if all blocks are too: many of them
+// have to be small.
+constexpr int kFinishThreads = 256;
+template <class acc_t, int kVec>
+__global__ void __launch_bounds__(kFinishThreads, 1) norm_bwd_finish_kernel(const BwdParams p) {
+  constexpr int kColumns = kWarp, kRows = kFinishThreads * kVec / kColumns;
+  __shared__ acc_t sums[kRows][kColumns];
+  const int first = blockIdx.x * kColumns, at = threadIdx.x * kVec;
   const bool second = blockIdx.y > 0;
   const acc_t* partial =
       static_cast<const acc_t*>(p.n.workspace) + (second ? static_cast<int64_t>(p.partial_rows) * p.hidden : 0);
   wait_for_previous_kernel();
-  ExactSum<acc_t> mine;
-  if (col < p.hidden) {
+  ExactSum<acc_t> mine[kVec];
+  if (first + at < p.hidden) {
     constexpr int kAtOnce = 132;  // an H200's blocks, a partial row each; more of them are a second trip
     constexpr int kFlight = kAtOnce / kRows + 1;
     for (int row = threadIdx.y; row < p.partial_rows; row += kFlight * kRows) {
-      acc_t loaded[kFlight];
+      Vec<acc_t, kVec> loaded[kFlight] = {};
 #pragma unroll
       for (int k = 0; k < kFlight; ++k) {
         const int64_t from = row + k * kRows;
-        loaded[k] = from < p.partial_rows ? partial[from * p.hidden + col] : acc_t(0);
+        if (from < p.partial_rows) loaded[k] = load<Vec<acc_t, kVec>>(partial + from * p.hidden + first + at);
       }
 #pragma unroll
-      for (int k = 0; k < kFlight; ++k) mine.add(loaded[k]);
+      for (int k = 0; k < kFlight; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) mine[j].add(element(loaded[k], j));
+      }
     }
   }
-  sums[threadIdx.y][threadIdx.x] = mine.total();
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sums[threadIdx.y][at + j] = mine[j].total();
   __syncthreads();
-  if (threadIdx.y != 0 || col >= p.hidden) return;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, col = first + thread;
+  if (thread >= kColumns || col >= p.hidden) return;
   ExactSum<acc_t> all;
 #pragma unroll
-  for (int y = 0; y < kRows; ++y) all.add(sums[y][threadIdx.x]);
+  for (int y = 0; y < kRows; ++y) all.add(sums[y][thread]);
   if (p.n.dweight && !second) {
     store_element(p.n.dweight, p.n.weight_dtype, col, all.total());
   } else {

@@ -27,7 +27,7 @@ __device__ inline void start_copy(void* shared, const void* global, bool valid =
                  : "memory");
   }
 #else
-  using Raw = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned>>;
+  using Raw = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, unsigned> >;
   *static_cast<Raw*>(shared) = valid ? *static_cast<const Raw*>(global) : Raw{};
 #endif
 }

@@ -354,12 +354,13 @@ namespace fusedops::cuda {
 inline unsigned char* dynamic_smem() { return emulator::block->smem.get(); }
 
 template <int kBytes>
-void start_copy(void* shared, const void* global) {
+void start_copy(void* shared, const void* global, bool valid = true) {
   if (!emulator::is_aligned(static_cast<char*>(shared), kBytes) ||
       !emulator::is_aligned(static_cast<const char*>(global), kBytes)) {
     emulator::fail("a copy of " + std::to_string(kBytes) + " bytes is not aligned");
   }
-  emulator::fiber->copies.back().push_back({shared, global, kBytes});
+  static const unsigned char zeros[kBytes] = {};
+  emulator::fiber->copies.back().push_back({shared, valid ? global : zeros, kBytes});
 }
 
 template <class Raw>

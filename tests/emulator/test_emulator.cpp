@@ -24,8 +24,8 @@ void shuffle_down_kernel(Params p) { p.out[threadIdx.x] = __shfl_down_sync(0xfff
 
 void each_sum_kernel(Params p) {
   float v[4] = {1, 2, 3, float(threadIdx.x)};
-  __shared__ float buffer[2][4];
-  fusedops::cuda::row_sum_each(v, buffer, 2, 1);
+  __shared__ fusedops::cuda::Exchange<float, 4> exchange;
+  fusedops::cuda::row_sum_each(v, exchange, /*first=*/1, /*warps=*/2, /*barrier=*/1);
   if (threadIdx.x == 40) {
     for (int k = 0; k < 4; ++k) p.out[k] = v[k];
   }
