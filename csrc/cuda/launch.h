@@ -10,6 +10,7 @@
 namespace fusedops::cuda {
 
 struct Device {
+  int major;         // compute capability
   int sms;           // multiprocessors
   int dynamic_smem;  // bytes of shared memory that a launch may ask for, 2 KiB less than a block may have: the kernels'
                      // own
@@ -20,16 +21,18 @@ inline Device current_device() {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<uint64_t>, kMaxDevices> known{};
   int id = 0;
-  if (cudaGetDevice(&id) != cudaSuccess) return {1, 46 << 10};
+  if (cudaGetDevice(&id) != cudaSuccess) return {0, 1, 46 << 10};
   uint64_t packed = id < kMaxDevices ? known[id].load(std::memory_order_relaxed) : 0;
   if (packed == 0) {
-    int sms = 1, smem = 48 << 10;
+    int major = 0, sms = 1, smem = 48 << 10;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
     cudaDeviceGetAttribute(&smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-    packed = static_cast<uint64_t>(sms) << 32 | static_cast<uint32_t>(smem);
+    packed = static_cast<uint64_t>(major) << 56 | static_cast<uint64_t>(sms) << 32 | static_cast<uint32_t>(smem);
     if (id < kMaxDevices) known[id].store(packed, std::memory_order_relaxed);
   }
-  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff) - (2 << 10)};
+  return {static_cast<int>(packed >> 56), static_cast<int>(packed >> 32 & 0xffffff),
+          static_cast<int>(packed & 0xffffffff) - (2 << 10)};
 }
 
 // Launches kernel(params). Where 48 KiB of shared memory may not do, all that a block can have is opted in to, not what

@@ -29,11 +29,10 @@ constexpr int kMaxGroups = 15;    // a block has 15 barriers beside the one of _
 constexpr int kBlocksPerSm = 1;   // at once: more blocks are more partial rows
 constexpr int kColumnBlocks = 4;  // blocks an SM of the column sums of wide rows
 
-// Rows that a group adds up one after another, and after them the groups' sums. Where all gradients are alike, so are
-// the rounding errors: those of n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may
-// be off by.
+// Numbers that a thread adds up one after another. Where all gradients are alike, so are the rounding errors: those of
+// n additions come to as much as n/4 units, of 13 and more that a sum of so many rows may be off by.
 constexpr int kMostAdditions = 56;
-constexpr int kSumRows = 32;  // rows to a sum where a group has more, and adds up the sums of so many rows
+constexpr int kSumRows = 24;  // rows to a sum where a group has more than that, and adds up such sums in turn
 
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -58,10 +57,9 @@ bool counts_in_32_bits(const NormBwd& n) {
 
 // What a launch will look like; the workspace is sized by the same plan.
 struct Plan {
-  int elems;         // of the shape; 0: the wide kernels
-  dim3 grid, block;  // of the kernel that makes the partial rows
-  int stages;
-  int tiles_a_sum;  // as the kernel's
+  int elems;                // of the shape; 0: the wide kernels
+  dim3 grid, block;         // of the kernel that makes the partial rows
+  int stages, tiles_a_sum;  // as the kernel's
   int smem;
   int partial_rows;
 };
@@ -78,8 +76,9 @@ Plan make_plan(const NormBwd& n, const Device& device) {
   const auto fits = [&](auto index) {
     constexpr Shape kShape = kShapes[decltype(index)::value];
     const int threads = round_up((hidden + kShape.elems - 1) / kShape.elems, kWarp);
-    if (threads > kBwdMaxThreads<x_t, dy_t, kAdd, kShape.elems>) return false;
-    int groups = kBwdMaxThreads<x_t, dy_t, kAdd, kShape.elems> / threads;
+    const int most_threads = bwd_max_threads<x_t, dy_t, kAdd, kShape.elems>(device.major);
+    if (threads > most_threads) return false;
+    int groups = most_threads / threads;
     if (threads > kWarp) groups = std::min(groups, kMaxGroups);
     const int64_t tiles = (n.rows + kShape.rows - 1) / kShape.rows;
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
@@ -90,11 +89,13 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     if (stages < kShape.min_stages) return false;
     plan.elems = kShape.elems;
     const int64_t at_once = device.sms * kBlocksPerSm;
-    const int64_t most = at_once * groups * ((kMostAdditions - groups) / kShape.rows);  // tiles of one round of blocks
-    const bool many = tiles > most, sums = many && room(stages, true);
+    const int64_t rows_at_once = at_once * groups;
+    const bool sums = n.rows > rows_at_once * kMostAdditions && room(stages, true);
+    const int64_t round =
+        rows_at_once * (sums ? kSumRows * (kMostAdditions - kSumRows) : kMostAdditions);  // rows of it
     plan.tiles_a_sum = sums ? kSumRows / kShape.rows : 0;
     plan.partial_rows =
-        static_cast<int>(std::min((tiles + groups - 1) / groups, sums ? at_once : (tiles + most - 1) / most * at_once));
+        static_cast<int>(std::min((tiles + groups - 1) / groups, (n.rows + round - 1) / round * at_once));
     plan.grid = dim3(plan.partial_rows);
     plan.block = dim3(threads, groups);
     plan.stages = stages;
@@ -139,17 +140,17 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   const Device device = current_device();
   const Plan plan = n.add ? make_plan<x_t, dy_t, kRms, true>(n, device) : make_plan<x_t, dy_t, kRms, false>(n, device);
   const int hidden = static_cast<int>(n.hidden);
-  const auto row_bytes = [](int64_t stride, DType dtype) { return static_cast<int>(stride) * size_of(dtype); };
+  const auto row_bytes = [](int64_t stride, DType dtype) { return static_cast<int>(stride * size_of(dtype)); };
   const BwdParams p{n,
                     hidden,
                     1.0f / hidden,
                     is_aligned<x_t, dy_t>(n),
+                    plan.partial_rows,
                     row_bytes(n.x_stride, n.x_dtype),
                     row_bytes(n.dy_stride, n.dy_dtype),
                     row_bytes(n.dsum_stride, n.x_dtype),
                     plan.stages,
-                    plan.tiles_a_sum,
-                    plan.partial_rows};
+                    plan.tiles_a_sum};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
   if (plan.elems) {

@@ -28,18 +28,26 @@ struct BwdParams {
   NormBwd n;
   int hidden;
   float inverse_hidden;
-  bool aligned;                       // every access of a whole vector is an aligned one; the wide kernels do without
-  int x_bytes, dy_bytes, dsum_bytes;  // from row to row; not of the wide kernels
+  bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
+  int partial_rows;  // rows of each of dweight's and dbias' partial sums
+  // Not of the wide kernels:
+  int x_bytes, dy_bytes, dsum_bytes;  // from a row to the next
   int stages;                         // tiles in shared memory a group, 1 or 2
-  int tiles_a_sum;                    // that a thread adds up in registers before they join those in shared memory
-  int partial_rows;                   // rows of each of dweight's and dbias' partial sums
+  int tiles_a_sum;                    // that join in registers before they join those in shared memory; 0: all
 };
 
-// Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill.
+// Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill. From compute
+// capability 10 on the compiler keeps more in registers.
 template <class x_t, class dy_t, bool kAdd, int kElems>
-constexpr int kBwdMaxThreads = sizeof(x_t) == 8 || kElems > 8 ? 512
-                               : kAdd                         ? 768
-                                                              : 1024;
+__host__ __device__ constexpr int bwd_max_threads(int major) {
+  if (sizeof(x_t) == 8 || kElems > 8) return 512;
+  return kAdd || sizeof(x_t) < sizeof(dy_t) || major >= 10 ? 768 : 1024;
+}
+#ifdef __CUDA_ARCH__
+constexpr int kCompiledMajor = __CUDA_ARCH__ / 100;
+#else
+constexpr int kCompiledMajor = 0;
+#endif
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols], in the order in which a warp's threads read it: [warp][vector][part of 16 bytes][thread]
@@ -140,7 +148,8 @@ __device__ inline void store_summands(const BwdParams& p, int64_t row, int col, 
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y groups, each with its own rows and barrier.
 // Every access is of a whole, aligned vector.
 template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows>
-__global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) norm_bwd_kernel(const BwdParams p) {
+__global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kCompiledMajor), 1)
+    norm_bwd_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
   constexpr int kVec = vec_width<x_t, dy_t>;
   constexpr int kVecs = kElems / kVec;
@@ -380,9 +389,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads<x_t, dy_t, kAdd, kElems>, 1) no
     for (int i = 0; i < kVecs; ++i) store_vector(sums + group * layout.cols + column(i), mine[i]);
     __syncthreads();
     for (int col = group * blockDim.x + threadIdx.x; col < p.hidden; col += blockDim.x * blockDim.y) {
-      acc_t sum = 0;
-      for (int g = 0; g < blockDim.y; ++g) sum += sums[g * layout.cols + col];
-      row[col] = sum;
+      ExactSum<acc_t> sum;
+      for (int g = 0; g < blockDim.y; ++g) sum.add(sums[g * layout.cols + col]);
+      row[col] = sum.total();
     }
   };
   if (p.n.dweight) write_partial(dweight);

@@ -31,8 +31,8 @@ struct FwdParams {
 
 __device__ inline float inverse_sqrt(float x) { return rsqrtf(x); }
 __device__ inline double inverse_sqrt(double x) { return 1.0 / sqrt(x); }
-// Of a warp's count, for the mean that its squares are summed about, and which is the row's where the warp is alone: it
-// may be off by an ulp more than by a division, which in fp32 is a call.
+// Of a warp's count, for the mean that its squares are summed about: it may be off by an ulp more than by a division,
+// which in fp32 is a call.
 __device__ inline float quick_inverse(float x) { return __fdividef(1.0f, x); }
 __device__ inline double quick_inverse(double x) { return 1.0 / x; }
 
@@ -112,7 +112,8 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
   }
   acc_t mean = 0, squares = 0, shift = 0;
-  if constexpr (!kRms) mean = warp_sum(sum) * quick_inverse(acc_t(max(count(warp), 1)));
+  const bool alone = blockDim.x == kWarp;  // its mean is the row's
+  if constexpr (!kRms) mean = warp_sum(sum) * (alone ? inverse_hidden : quick_inverse(acc_t(max(count(warp), 1))));
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
     if (valid(i)) {
@@ -124,7 +125,7 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
   }
   squares = warp_sum(squares);
-  if (blockDim.x > kWarp) shift = join_warps<kRms>(exchange, inverse_hidden, count, mean, squares);
+  if (!alone) shift = join_warps<kRms>(exchange, inverse_hidden, count, mean, squares);
   const acc_t rstd = inverse_sqrt(squares * inverse_hidden + static_cast<acc_t>(p.n.eps));
   write_stats<kRms>(p, row, mean, rstd);
   shift *= rstd;

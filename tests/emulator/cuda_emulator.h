@@ -57,6 +57,7 @@ struct Device {
   int id = 0;
   int sms = 2;
   int block_smem = 227 << 10;
+  int major = 9;
 };
 inline Device device;
 inline long launches = 0;
@@ -403,7 +404,9 @@ inline cudaError_t cudaGetDevice(int* id) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? emulator::device.sms : emulator::device.block_smem;
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? emulator::device.sms
+           : attribute == cudaDevAttrComputeCapabilityMajor ? emulator::device.major
+                                                            : emulator::device.block_smem;
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int bytes) {
