@@ -2,7 +2,6 @@
 #include "norm_bwd.cuh"
 
 #include <algorithm>
-#include <climits>
 #include <type_traits>
 
 #include "dispatch.h"
@@ -34,6 +33,9 @@ constexpr int kColumnBlocks = 4;  // blocks an SM of the column sums of wide row
 constexpr int kMostAdditions = 56;
 constexpr int kSumRows = 24;  // rows to a sum where a group has more than that, and adds up such sums in turn
 
+// The staged kernel counts rows, with a round of blocks beyond them, in 32 bits.
+constexpr int64_t kMostRows = 1 << 29;
+
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 template <class x_t, class dy_t>
@@ -46,13 +48,6 @@ bool is_aligned(const NormBwd& n) {
   return n.hidden % kVec == 0 && strided(n.x_stride) && strided(n.dy_stride) && strided(n.dsum_stride) &&
          fits(n.x, n.x_dtype) && fits(n.dy, n.dy_dtype) && fits(n.dsum, n.x_dtype) && fits(n.dx, n.dx_dtype) &&
          fits(n.dinput, n.dinput_dtype) && fits(n.weight, n.weight_dtype);
-}
-
-// The staged kernel counts rows, and a round of blocks beyond them, and the bytes from row to row in 32 bits.
-bool counts_in_32_bits(const NormBwd& n) {
-  const auto fits = [&](int64_t stride, DType dtype) { return n.rows == 1 || stride * size_of(dtype) <= INT_MAX; };
-  return n.rows < 1 << 29 && fits(n.x_stride, n.x_dtype) && fits(n.dy_stride, n.dy_dtype) &&
-         fits(n.dsum_stride, n.x_dtype);
 }
 
 // What a launch will look like; the workspace is sized by the same plan.
@@ -102,7 +97,7 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     plan.smem = layout.bytes(groups, stages, sums);
     return true;
   };
-  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n) && counts_in_32_bits(n)) {
+  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n) && n.rows < kMostRows) {
     if constexpr (kFirstShape<x_t> == 0) {
       // Rows of 16 bits that fill four groups and more just so are faster in the second: 2048 columns 107 us, not 112.
       const bool fours = hidden == 512 || hidden == 1024 || hidden == 2048;
@@ -140,7 +135,9 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
   const Device device = current_device();
   const Plan plan = n.add ? make_plan<x_t, dy_t, kRms, true>(n, device) : make_plan<x_t, dy_t, kRms, false>(n, device);
   const int hidden = static_cast<int>(n.hidden);
-  const auto row_bytes = [](int64_t stride, DType dtype) { return static_cast<int>(stride * size_of(dtype)); };
+  const auto row_bytes = [&](int64_t stride, DType dtype) {
+    return static_cast<uint64_t>(n.rows > 1 ? stride * size_of(dtype) : 0);  // a lone row's stride may be anything
+  };
   const BwdParams p{n,
                     hidden,
                     1.0f / hidden,

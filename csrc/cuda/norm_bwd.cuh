@@ -31,9 +31,9 @@ struct BwdParams {
   bool aligned;      // every access of a whole vector is an aligned one; the wide kernels do without
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
   // Not of the wide kernels:
-  int x_bytes, dy_bytes, dsum_bytes;  // from a row to the next
-  int stages;                         // tiles in shared memory a group, 1 or 2
-  int tiles_a_sum;                    // that join in registers before they join those in shared memory; 0: all
+  uint64_t x_bytes, dy_bytes, dsum_bytes;  // from a row to the next
+  int stages;                              // tiles in shared memory a group, 1 or 2
+  int tiles_a_sum;                         // that join in registers before they join those in shared memory; 0: all
 };
 
 // Threads of a block, hence registers of a thread: what holds the sums of kElems elements without a spill. From compute
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
     }
   };
 
-  // Rows and their bytes are 32 bits wide and their products 64: one instruction an address.
+  // 32 bits, so that an address takes few instructions.
   const int rows = static_cast<int>(p.n.rows);
   const int step = gridDim.x * blockDim.y * kRows;
   // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   const unsigned char* const x_rows = my_row(p.n.x, sizeof(x_t));
   const unsigned char* const dy_rows = my_row(p.n.dy, sizeof(dy_t));
   const unsigned char* const dsum_rows = my_row(p.n.dsum, sizeof(x_t));
-  const auto row_of = [](const unsigned char* rows, int row, int bytes) {
-    return rows + static_cast<int64_t>(row) * bytes;
+  const auto row_of = [](const unsigned char* rows, int row, uint64_t bytes) {
+    return rows + static_cast<unsigned>(row) * bytes;
   };
   // What lies past the last row or a row's end is zero.
   const auto fetch_tile = [&](int row, int stage) {

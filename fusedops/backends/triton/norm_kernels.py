@@ -103,12 +103,15 @@ def _row_mask(live, cols, hidden, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_param(ptr, cols, hidden, default, MASKED: tl.constexpr):
+def _load_param(ptr, cols, hidden, default, VEC: tl.constexpr, MASKED: tl.constexpr):
     """A weight or bias tile as fp32 `[1, len(cols)]`; a missing parameter is the constant `default`.
 
-    Loaded in two dimensions like the rows, so that Triton gives it the rows' layout and converts nothing.
+    Loaded in two dimensions like the rows, so that Triton gives it the rows' layout and converts nothing. Where rows
+    begin anywhere (VEC 1) it is told that parameters do as well: they would come in vectors, in another layout.
     """
     cols = cols[None, :]
+    if VEC == 1:
+        cols = tl.multiple_of(cols, [1, 1])
     if ptr is None:
         return tl.full(cols.shape, default, tl.float32)
     elif MASKED:
@@ -118,17 +121,17 @@ def _load_param(ptr, cols, hidden, default, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(ptr, cols, hidden, weight_offset, MASKED: tl.constexpr):
-    return _load_param(ptr, cols, hidden, 1.0, MASKED) + tl.cast(weight_offset, tl.float32)
+def _load_weight(ptr, cols, hidden, weight_offset, VEC: tl.constexpr, MASKED: tl.constexpr):
+    return _load_param(ptr, cols, hidden, 1.0, VEC, MASKED) + tl.cast(weight_offset, tl.float32)
 
 
 @triton.jit
 def _store_norm(xhat, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER: tl.constexpr,
-                MASKED: tl.constexpr):  # fmt: skip
-    weight = _load_param(w_ptr, cols, hidden, 1.0, MASKED)
+                VEC: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    weight = _load_param(w_ptr, cols, hidden, 1.0, VEC, MASKED)
     if not CENTER:  # LayerNorm has no offset
         weight += tl.cast(weight_offset, tl.float32)
-    y = xhat * weight + _load_param(b_ptr, cols, hidden, 0.0, MASKED)
+    y = xhat * weight + _load_param(b_ptr, cols, hidden, 0.0, VEC, MASKED)
     at = row[:, None] * hidden + cols[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if again_ptr is not None:
@@ -149,6 +152,18 @@ def _unfold(tile):
 @triton.jit
 def _lane_sums(tile):
     return tl.sum(tl.sum(tile, axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _store_stat(ptr, value, row, live, LANES: tl.constexpr):
+    """A row's statistic, by its first lane.
+
+    As a tile of rows without contiguous elements, so that it has the rows' layout. Rows alone have another, for which
+    all threads write the number that they share to one place in shared memory.
+    """
+    lane = tl.arange(0, LANES)[None, None, :, None]
+    at = tl.max_contiguous(row[:, None, None, None] + tl.zeros_like(lane), [1, 1, 1, 1])
+    tl.store(ptr + at, tl.broadcast_to(value, at.shape), mask=live[:, None, None, None] & (lane == 0))
 
 
 @triton.jit
@@ -179,8 +194,11 @@ def _merge_moments(n, mean, squares, other_n, other_mean, other_squares):
 
 @triton.jit
 def _row_moments(count, mean, squares):
-    """Mean and sum of squares about it of each row, from those of its lanes: one exchange."""
-    if INTERPRETED:  # it would call Python for every lane
+    """Mean and sum of squares about it of each row, from those of its lanes: one exchange between warps.
+
+    The lanes of a warp merge moments in different orders and would end with different bits; sums are the same in all.
+    """
+    if INTERPRETED or mean.shape[2] <= 32:  # interpreted, a merge would call Python for every lane
         total = tl.sum(count, axis=2, keep_dims=True)
         row_mean = tl.sum(count * mean, axis=2, keep_dims=True) / total
         apart = mean - row_mean
@@ -270,23 +288,24 @@ def norm_fwd_kernel(
         # Squares that add up to inf stay that: rest², of a mean of 1e30, may be inf as well, and inf - inf is NaN.
         squares = tl.where(squares < float("inf"), tl.maximum(squares - count * (rest * rest), 0.0), squares)
         mean, squares = _row_moments(count, lane_mean + rest, squares)
-        tl.store(mean_ptr + row, tl.reshape(mean, [ROWS]), mask=live)
+        _store_stat(mean_ptr, mean, row, live, LANES)
     else:
         squares = tl.sum(squares, axis=2, keep_dims=True)
     rstd = 1.0 / tl.sqrt_rn(squares / hidden + tl.cast(eps, tl.float32))  # Inductor may declare eps as fp64
-    tl.store(rstd_ptr + row, tl.reshape(rstd, [ROWS]), mask=live)
+    _store_stat(rstd_ptr, rstd, row, live, LANES)
 
     x = x * rstd
     if CENTER:
         shift = (lane_mean - mean) * rstd
         x += shift
-    _store_norm(_unfold(x), y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, MASK_MAIN)
+    _store_norm(_unfold(x), y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, VEC,
+                MASK_MAIN)  # fmt: skip
     if TAIL > 0:
         tail = tail * rstd
         if CENTER:
             tail += shift
         _store_norm(_unfold(tail), y_ptr, again_ptr, w_ptr, b_ptr, row, tail_cols, tail_mask, hidden, weight_offset,
-                    CENTER, MASKED)  # fmt: skip
+                    CENTER, VEC, MASKED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "threshold"])
@@ -354,7 +373,7 @@ def norm_fwd_wide_kernel(
             x = _load_sum(x_ptr, residual_ptr, sum_ptr, again_ptr, row, x_stride, residual_stride, start, cols, mask,
                           hidden, seed_ptr, threshold, keep_scale)  # fmt: skip
         xhat = (x - mean[:, None]) * rstd[:, None]
-        _store_norm(xhat, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, True)
+        _store_norm(xhat, y_ptr, again_ptr, w_ptr, b_ptr, row, cols, mask, hidden, weight_offset, CENTER, 16, True)
 
 
 @triton.jit
@@ -432,12 +451,12 @@ def norm_bwd_kernel(
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, MAIN)
     MASK_MAIN: tl.constexpr = MASKED and TAIL == 0
-    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, MASK_MAIN), LANES, VEC)
+    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, VEC, MASK_MAIN), LANES, VEC)
     dweight = _no_sums(MAIN, PARTS, LANES, VEC)
     dbias = _no_sums(MAIN, PARTS, LANES, VEC)
     if TAIL > 0:
         tail_cols = MAIN + tl.arange(0, TAIL)
-        tail_weight = _fold(_load_weight(w_ptr, tail_cols, hidden, weight_offset, MASKED), LANES, VEC)
+        tail_weight = _fold(_load_weight(w_ptr, tail_cols, hidden, weight_offset, VEC, MASKED), LANES, VEC)
         tail_dweight = _no_sums(TAIL, PARTS, LANES, VEC)
         tail_dbias = _no_sums(TAIL, PARTS, LANES, VEC)
 
@@ -593,7 +612,7 @@ def norm_bwd_wide_kernel(
     """A column tile over every grid-axis-1-th group of rows: with the row means known nothing is left to exchange."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.program_id(1).to(tl.int64)
-    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, True), LANES, VEC)
+    weight = _fold(_load_weight(w_ptr, cols, hidden, weight_offset, VEC, True), LANES, VEC)
     dweight = _no_sums(BLOCK, PARTS, LANES, VEC)
     dbias = _no_sums(BLOCK, PARTS, LANES, VEC)
     for group in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
