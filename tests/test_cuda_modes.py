@@ -100,6 +100,8 @@ def test_every_replay_drops_other_elements(spec: OpSpec, backend: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = results(op, leaves)
+    # PyTorch writes the graph's seed on the stream of the capture, and at a replay on the current one, in no order.
+    torch.cuda.synchronize()
     torch.cuda.manual_seed(3)
     replayed = []
     for _ in range(4):

@@ -55,6 +55,24 @@ def test_an_interrupt_stops_a_step_at_once() -> None:
     assert same(before, everything(model))
 
 
+def test_a_handler_of_the_models_own_keeps_what_it_calls() -> None:
+    """It may call the one that was there before, which was the tuner's, for good."""
+
+    def chain(*_: object) -> None:
+        there = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda number, frame: there(number, frame))  # type: ignore[operator]
+
+    model = nn.Linear(3, 3)
+    model.register_forward_hook(chain)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        fusedops.warmup(model, torch.randn(2, 3))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_no_line_is_a_bad_moment_for_an_interrupt() -> None:
     """Ctrl-C at any line of what puts the model back, but those where Python does not look for signals."""
     quiet = ("try:", "interrupts.wait = True")

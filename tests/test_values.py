@@ -213,18 +213,19 @@ def test_a_row_of_gradients_that_are_all_alike(
     assert_sums_of_numbers_alike_are_sound(spec, case, parameters_alike, gradients_alike, backend, device)
 
 
-def test_fp64_gradients_that_are_all_alike(backend: str, device: str) -> None:
+@pytest.mark.parametrize("hidden", [2, 64])
+def test_fp64_gradients_that_are_all_alike(hidden: int, backend: str, device: str) -> None:
     """The truth is the product: PyTorch's own fp64 sum is no better than one of ours that drifts."""
     if backend in ("triton", "apex"):
         pytest.skip("no fp64")
     rows, value = 20_000, 1.3
-    x = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=device).expand(rows, 2)  # mean 0, variance 1
-    weight, bias = (torch.ones(2, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
-    y = fusedops.layer_norm(x, 2, weight, bias, eps=0.0, backend=backend)
+    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=device).repeat(hidden // 2)  # mean 0, variance 1
+    weight, bias = (torch.ones(hidden, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+    y = fusedops.layer_norm(signs.expand(rows, hidden), hidden, weight, bias, eps=0.0, backend=backend)
     y.backward(torch.full_like(y, value))
     want = float(Fraction(value) * rows)
-    for grad, sign in ((weight.grad, (-1, 1)), (bias.grad, (1, 1))):
-        off = (grad - want * torch.tensor(sign, device=device)).abs().max()
+    for grad, sign in ((weight.grad, signs), (bias.grad, torch.ones_like(signs))):
+        off = (grad - want * sign).abs().max()
         assert float(off) <= 4 * 2.0**-53 * math.sqrt(math.log2(rows)) * want
 
 

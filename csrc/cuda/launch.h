@@ -9,11 +9,13 @@
 
 namespace fusedops::cuda {
 
+// Bytes of shared memory that kernels which ask for more at launch may have of their own.
+constexpr int kStaticSmem = 3 << 10;
+
 struct Device {
   int major;         // compute capability
   int sms;           // multiprocessors
-  int dynamic_smem;  // bytes of shared memory that a launch may ask for, 2 KiB less than a block may have: the kernels'
-                     // own
+  int dynamic_smem;  // bytes of shared memory that a launch may ask for: a block's, but for kStaticSmem
 };
 
 // Properties of the current device, read once a device.
@@ -21,7 +23,7 @@ inline Device current_device() {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<uint64_t>, kMaxDevices> known{};
   int id = 0;
-  if (cudaGetDevice(&id) != cudaSuccess) return {0, 1, 46 << 10};
+  if (cudaGetDevice(&id) != cudaSuccess) return {0, 1, (48 << 10) - kStaticSmem};
   uint64_t packed = id < kMaxDevices ? known[id].load(std::memory_order_relaxed) : 0;
   if (packed == 0) {
     int major = 0, sms = 1, smem = 48 << 10;
@@ -32,7 +34,7 @@ inline Device current_device() {
     if (id < kMaxDevices) known[id].store(packed, std::memory_order_relaxed);
   }
   return {static_cast<int>(packed >> 56), static_cast<int>(packed >> 32 & 0xffffff),
-          static_cast<int>(packed & 0xffffffff) - (2 << 10)};
+          static_cast<int>(packed & 0xffffffff) - kStaticSmem};
 }
 
 // Launches kernel(params). Where 48 KiB of shared memory may not do, all that a block can have is opted in to, not what
@@ -42,7 +44,7 @@ inline Device current_device() {
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
                    cudaStream_t stream, bool overlap = false) {
-  if (smem > (46u << 10)) {
+  if (smem > (48u << 10) - kStaticSmem) {
     const cudaError_t refused =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                              current_device().dynamic_smem);

@@ -11,19 +11,16 @@ namespace fusedops::cuda {
 
 namespace {
 
-// How rows are laid over a block: elements a thread holds, rows a group takes between two barriers (they trade
-// registers), and the shared-memory stages that it takes to be worth it. The first shape that fits is taken.
+// How rows are laid over a block: elements a thread holds, and rows a group takes between two barriers (they trade
+// registers). The first shape that fits is taken.
 struct Shape {
   int elems;
   int rows;
-  int min_stages;
 };
-constexpr Shape kShapes[] = {{8, 2, 2}, {16, 1, 2}, {24, 1, 1}};
+constexpr Shape kShapes[] = {{8, 2}, {16, 1}, {24, 1}};
 // Rows of fp32 are never faster in the first (5120 columns: 145 us, 137 in the second; H200).
 template <class x_t>
 constexpr int kFirstShape = sizeof(x_t) == 4 ? 1 : 0;
-// More bytes under way are slower: bf16 8192 63 % of the copy with four, 68 with two (H200).
-constexpr int kMaxStages = 2;
 constexpr int kMaxGroups = 15;    // a block has 15 barriers beside the one of __syncthreads()
 constexpr int kBlocksPerSm = 1;   // at once: more blocks are more partial rows
 constexpr int kColumnBlocks = 4;  // blocks an SM of the column sums of wide rows
@@ -79,9 +76,10 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
     const BwdSmem<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows> layout(threads);
     const auto room = [&](int stages, bool sums) { return layout.bytes(groups, stages, sums) <= device.dynamic_smem; };
-    int stages = kMaxStages;
-    while (stages > 0 && !room(stages, false)) --stages;
-    if (stages < kShape.min_stages) return false;
+    int stages = kBwdStages;
+    while (stages > kBwdLeastStages<kShape.elems> && !room(stages, false)) --stages;
+    while (groups > 1 && !room(stages, false)) --groups;
+    if (!room(stages, false)) return false;
     plan.elems = kShape.elems;
     const int64_t at_once = device.sms * kBlocksPerSm;
     const int64_t rows_at_once = at_once * groups;
@@ -99,7 +97,8 @@ Plan make_plan(const NormBwd& n, const Device& device) {
   };
   if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n) && n.rows < kMostRows) {
     if constexpr (kFirstShape<x_t> == 0) {
-      // Rows of 16 bits that fill four groups and more just so are faster in the second: 2048 columns 107 us, not 112.
+      // Rows of 16 bits that fill four groups and more just so are faster in the second: LayerNorm of 2048 columns 107
+      // us, not 112; add + LayerNorm 138, not 143 (H200).
       const bool fours = hidden == 512 || hidden == 1024 || hidden == 2048;
       if (!(sizeof(x_t) == 2 && fours) && fits(Int<0>())) return plan;
     }

@@ -4,11 +4,12 @@
 //
 // Persistent blocks. Groups of threads take tiles of kRows rows; x and dy of the next tiles are copied to shared memory
 // while a tile is worked on, and each thread reads back only what it copied itself, so no barrier guards them. All sums
-// of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block,
-// which then writes one partial row; a second kernel adds the partial rows up in a fixed order. Many rows take several
-// rounds of blocks, so that no thread adds up too many numbers one after another.
-// Bytes per element: x + dy + dx (+ dsum, + dinput). Rows that are too wide for that, not aligned, or of a mix of
-// dtypes that is compiled for no stage are read twice by kernels of their own.
+// of a tile go through one exchange and one barrier. dweight and dbias stay in registers for all rows of a block, or,
+// of many rows, move to shared memory every few of them, so that no thread adds up too many numbers one after another.
+// A block then writes one partial row; a second kernel adds the partial rows up in a fixed order. Where shared memory
+// has no room for the sums, or rows are very many, several rounds of blocks share them. Bytes per element: x + dy + dx
+// (+ dsum, + dinput). Rows that are too wide for that, not aligned, too many to count in 32 bits, or of a mix of dtypes
+// that is compiled for no stage are read twice by kernels of their own.
 //
 // In an add + norm x is the sum that forward stored. A gradient dsum that it has from elsewhere is staged beside x and
 // dy and added to dx, which is then the residual's gradient; the input's is the same times what forward multiplied the
@@ -16,9 +17,8 @@
 // gradient is one of y, and is added to dy before all else.
 #pragma once
 
-#include <type_traits>
-
 #include "../norm.h"
+#include "launch.h"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -32,7 +32,7 @@ struct BwdParams {
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
   // Not of the wide kernels:
   uint64_t x_bytes, dy_bytes, dsum_bytes;  // from a row to the next
-  int stages;                              // tiles in shared memory a group, 1 or 2
+  int stages;                              // tiles in shared memory a group
   int tiles_a_sum;                         // that join in registers before they join those in shared memory; 0: all
 };
 
@@ -48,6 +48,12 @@ constexpr int kCompiledMajor = __CUDA_ARCH__ / 100;
 #else
 constexpr int kCompiledMajor = 0;
 #endif
+
+// Tiles in shared memory a group; more bytes under way are slower (bf16 8192 63 % of the copy with four, 68 with two;
+// H200). Of the widest rows one has to do where there is no room for two.
+constexpr int kBwdStages = 2;
+template <int kElems>
+constexpr int kBwdLeastStages = kElems > 16 ? 1 : kBwdStages;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols], in the order in which a warp's threads read it: [warp][vector][part of 16 bytes][thread]
@@ -76,36 +82,29 @@ struct BwdSmem {
   }
 };
 
-template <int kN, class acc_t>
-__device__ inline void store_vector(acc_t* p, const acc_t (&x)[kN]) {
-  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+// Elements of an access of 16 bytes, or of a thread's kN where those are fewer.
+template <class acc_t, int kN>
+constexpr int kPartOf = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+
+// A thread's kN elements, as parts of 16 bytes which lie kApart parts apart: 1, or a warp's width as the weight's do.
+template <int kApart, int kN, class acc_t>
+__device__ inline void store_parts(acc_t* p, const acc_t (&x)[kN]) {
+  constexpr int kPart = kPartOf<acc_t, kN>;
 #pragma unroll
   for (int part = 0; part < kN / kPart; ++part) {
     Vec<acc_t, kPart> v;
     memcpy(&v, x + part * kPart, sizeof v);
-    store(p + part * kPart, v);
+    store(p + part * kPart * kApart, v);
   }
 }
 
-// A thread's kN elements of what lies as the weight does: parts of 16 bytes, a warp's width apart.
 template <int kN, class acc_t>
 __device__ inline void load_parts(const acc_t* p, acc_t (&out)[kN]) {
-  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
+  constexpr int kPart = kPartOf<acc_t, kN>;
 #pragma unroll
   for (int part = 0; part < kN / kPart; ++part) {
     const auto v = load<Vec<acc_t, kPart>>(p + part * kPart * kWarp);
     memcpy(out + part * kPart, &v, sizeof v);
-  }
-}
-
-template <int kN, class acc_t>
-__device__ inline void store_parts(acc_t* p, const acc_t (&x)[kN]) {
-  constexpr int kPart = 16 / sizeof(acc_t) < kN ? 16 / sizeof(acc_t) : kN;
-#pragma unroll
-  for (int part = 0; part < kN / kPart; ++part) {
-    Vec<acc_t, kPart> v;
-    memcpy(&v, x + part * kPart, sizeof v);
-    store(p + part * kPart * kWarp, v);
   }
 }
 
@@ -121,7 +120,7 @@ __device__ inline void add_parts(const acc_t* p, acc_t (&x)[kN]) {
 template <int kN, class acc_t>
 __device__ inline void move_parts(acc_t* p, acc_t (&x)[kN]) {
   add_parts(p, x);
-  store_parts(p, x);
+  store_parts<kWarp>(p, x);
 #pragma unroll
   for (int j = 0; j < kN; ++j) x[j] = 0;
 }
@@ -159,9 +158,10 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   using Smem = BwdSmem<x_t, dy_t, kRms, kAdd, kElems, kRows>;
   unsigned char* smem = dynamic_smem();
   __shared__ Exchange<acc_t, kSums> exchange[2];
+  static_assert(sizeof exchange <= kStaticSmem);
 
   const Smem layout(blockDim.x);
-  const int stages = kElems == 24 ? p.stages : 2;
+  const int stages = kBwdLeastStages<kElems> < kBwdStages ? p.stages : kBwdStages;
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   // A warp's columns lie together: a thread's vectors are a constant apart.
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   const auto inside = [&](int i) { return column(i) < p.hidden; };
 
   acc_t* weight = reinterpret_cast<acc_t*>(smem);
-  constexpr int kPart = 16 / sizeof(acc_t) < kVec ? 16 / sizeof(acc_t) : kVec;
+  constexpr int kPart = kPartOf<acc_t, kVec>;
   const int my_parts = warp * kVecs * kWarp * kVec + lane * kPart;
   const acc_t* my_weight = weight + my_parts;
   unsigned char* ring = smem + layout.weight_bytes() + group * stages * layout.stage_bytes() + warp * Smem::kWarpBytes;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
     }
   };
 
-  // 32 bits, so that an address takes few instructions.
+  // Row numbers of 32 bits, so that an address takes few instructions.
   const int rows = static_cast<int>(p.n.rows);
   const int step = gridDim.x * blockDim.y * kRows;
   // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
@@ -205,7 +205,6 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   };
   const unsigned char* const x_rows = my_row(p.n.x, sizeof(x_t));
   const unsigned char* const dy_rows = my_row(p.n.dy, sizeof(dy_t));
-  const unsigned char* const dsum_rows = my_row(p.n.dsum, sizeof(x_t));
   const auto row_of = [](const unsigned char* rows, int row, uint64_t bytes) {
     return rows + static_cast<unsigned>(row) * bytes;
   };
@@ -221,7 +220,7 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
         start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + i * kWarp * sizeof(XVec), valid);
         start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + i * kWarp * sizeof(DyVec), valid);
         if (kAdd && p.n.dsum) {
-          const unsigned char* dsum_row = row_of(dsum_rows, row + q, p.dsum_bytes);
+          const unsigned char* dsum_row = row_of(my_row(p.n.dsum, sizeof(x_t)), row + q, p.dsum_bytes);
           start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + i * kWarp * sizeof(XVec), valid);
         }
       }
@@ -277,7 +276,7 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   };
   if (p.tiles_a_sum) {
 #pragma unroll 1
-    for (int i = 0; i < (kRms ? 1 : 2) * kVecs; ++i) store_parts(kept(i % kVecs, i >= kVecs), dweight[0]);
+    for (int i = 0; i < (kRms ? 1 : 2) * kVecs; ++i) store_parts<kWarp>(kept(i % kVecs, i >= kVecs), dweight[0]);
   }
 
   int stage = 0, turn = 0, tiles_left = p.tiles_a_sum;
@@ -380,13 +379,13 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
     if (blockDim.y == 1) {
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
-        if (column(i) < p.hidden) store_vector(row + column(i), mine[i]);
+        if (inside(i)) store_parts<1>(row + column(i), mine[i]);
       }
       return;
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) store_vector(sums + group * layout.cols + column(i), mine[i]);
+    for (int i = 0; i < kVecs; ++i) store_parts<1>(sums + group * layout.cols + column(i), mine[i]);
     __syncthreads();
     for (int col = group * blockDim.x + threadIdx.x; col < p.hidden; col += blockDim.x * blockDim.y) {
       ExactSum<acc_t> sum;

@@ -57,6 +57,7 @@ def cases(names: tuple[str, ...], options: tuple[dict[str, Any], ...]) -> Callab
             for mix in (_MIXES[0], amp_mix, _MIXES[1])
         )
         yield from (case((33, 136), 1, mix) for mix in (*_MIXES, *mixes))
+        yield from (case(shape, 1, _MIXES[-1]) for shape in ((9, 768), (600, 64)))  # fp64: a kernel's largest memory
         yield from (
             case(*base, mix, layout=layout)
             for layout in LAYOUTS

@@ -85,6 +85,7 @@ class _Interrupts:
         current: object = signal.getsignal(signal.SIGINT)
         if current is self:
             signal.signal(signal.SIGINT, self.before)
+        self.wait = False  # a handler that the model set meanwhile may go on to call this one
         if self.kept:
             signal.raise_signal(signal.SIGINT)
 
