@@ -204,3 +204,39 @@ def test_a_run_is_compared_with_an_earlier_one(tmp_path, capsys, monkeypatch, fa
     shown = capsys.readouterr().out.splitlines()
     assert verdict in shown[-2]
     assert shown[-1] == str(tmp_path / "b")
+
+
+HOSTILE = [
+    {"op": "/tmp/evil"}, {"op": "../evil"}, {"op": "a\0b"}, {"op": "\ud800"}, {"backend": "\ud800"},
+    {"commit": "\x1b[31m"}, {"shape": [None]}, {"shape": [{}]}, {"shape": [1.5, "x"]}, {"shape": [0]},
+    *({name: 10**400} for name in ("median_us", "q1_us", "q3_us", "copy_us", "percent_of_copy")),
+    {"percent_of_copy": 10**30},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", HOSTILE, ids=str)
+def test_a_record_that_no_run_writes_is_refused(tmp_path, capsys, other):
+    file = tmp_path / "hostile.jsonl"
+    file.write_text(json.dumps({**RECORD, **other}) + "\n")
+    assert main(["bench", "plot", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "hostile.jsonl:1: expected a record" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "compare", str(file), str(file)])
+    assert "hostile.jsonl:1: expected a record" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_names_may_hold_what_matplotlib_takes_for_a_formula(tmp_path):
+    names = {"backend": "$x_$", "dtype": "$", "direction": "$a", "commit": "$x_$", "torch": "$_"}
+    assert report.draw([record(**names)], tmp_path) == [tmp_path / "layer_norm.png"]
+
+
+@pytest.mark.parametrize(
+    "asked", [["norm", "--shape", "100000000000x100000000"], ["norm", "--shape", "9" * 26 + "x8"],
+              ["adam", "--model", "9999999999x99999999"], ["adam", "--model", "1000001x1"]]
+)  # fmt: skip
+def test_sizes_that_no_machine_holds_are_refused(asked, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", *asked, "--device", "cpu"])
+    assert refused.value.code == 2
+    assert "expected" in capsys.readouterr().err

@@ -219,6 +219,13 @@ def test_bad_lines_of_cells_cost_one_warning_and_nothing_else(home: Path, bad: b
     assert len(dispatch_table.load_tuned(store.table, machine.facts(CPU))) == 3
 
 
+def test_half_a_character_in_a_cell_is_written_as_it_was_read(home: Path) -> None:
+    store = stored(a_cell())
+    store.cells.write_text(store.cells.read_text().replace("2026-01-01", r"\ud800"))
+    Store(store.table, machine.facts(CPU)).write()
+    assert len(dispatch_table.load_tuned(store.table, machine.facts(CPU))) == 1
+
+
 @pytest.mark.parametrize("content", [b"notes", b"\xff\xfe", b'{"mine": 3}', b"a\nb"])
 def test_a_file_beside_the_table_that_is_no_cells_is_not_cut(home: Path, content: bytes) -> None:
     store = stored()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tune_helpers import BF16, NEEDS_GPU, everything, same, tuned_file
 
 import fusedops
@@ -378,3 +378,41 @@ def test_a_model_is_tuned_on_a_gpu(home: Path, need_backend: Callable[[str], Non
     major, minor = torch.cuda.get_device_capability()
     assert row.source.startswith("tuned: ")
     assert row.capability == (10 * major + minor,) * 2
+
+
+class Rearranging(nn.Module):
+    """Registers its tensors anew in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.frozen = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.register_buffer("kept", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight * self.frozen + self.cache
+        self.weight = nn.Parameter(self.weight.detach() / 2)
+        self.extra = nn.Parameter(torch.ones(1))
+        self.frozen.requires_grad_(False)
+        del self.cache
+        self.register_buffer("cache", torch.ones(3))
+        self.register_buffer("kept", torch.ones(3), persistent=False)
+        return y
+
+
+@pytest.mark.parametrize("function", [fusedops.warmup, fusedops.tune])
+def test_a_model_has_the_tensors_that_it_had(home: Path, function: Callable[..., object]) -> None:
+    model = Rearranging()
+    before = {name: (t, t.clone()) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    function(model, torch.randn(2, 3))
+    after = dict((*model.named_parameters(), *model.named_buffers()))
+    assert after.keys() == before.keys()
+    assert all(after[name] is t and torch.equal(t, value) for name, (t, value) in before.items())
+    assert list(model.state_dict()) == ["weight", "frozen", "kept"]
+    assert model.frozen.requires_grad
+
+
+@pytest.mark.parametrize("function", [fusedops.warmup, fusedops.tune])
+def test_a_lazy_model_is_refused(home: Path, function: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=r"model: expected initialised parameters, .*call the model once before"):
+        function(nn.LazyLinear(3), torch.randn(2, 3))

@@ -70,6 +70,10 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 }
 
 
+MOST_ELEMENTS = 1 << 56  # more than any machine holds; the count of their bytes is still one of 64 bits
+_MOST_TENSORS = 1_000_000
+
+
 def model_shapes(name: str) -> Shapes:
     """Return the parameter shapes of a model, or of ``<count>x<elements>``.
 
@@ -79,8 +83,10 @@ def model_shapes(name: str) -> Shapes:
     if name in MODELS:
         return MODELS[name]()
     count, cross, size = name.partition("x")
-    if not (cross and count.isdigit() and size.isdigit() and int(count) and int(size)):
+    if not (cross and all(text.isdecimal() and len(text) < 16 and int(text) for text in (count, size))):
         raise ValueError(f"model: expected one of {', '.join(MODELS)} or COUNTxELEMENTS, got {name!r}")
+    if int(count) > _MOST_TENSORS or int(count) * int(size) > MOST_ELEMENTS:
+        raise ValueError(f"model: expected at most {_MOST_TENSORS:,} tensors and 2^56 elements, got {name!r}")
     return [(int(size),)] * int(count)
 
 

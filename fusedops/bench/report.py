@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +49,7 @@ def read_jsonl(path: Path) -> list[Record]:
 
 _NAMES = ("op", "direction", "dtype", "backend")
 _TIMES = ("copy_us", "median_us", "q1_us", "q3_us")
+_MOST = 1e15  # beyond all times, and a number that can be reckoned with
 
 
 def cell_of(record: Record) -> tuple[str, ...]:
@@ -67,16 +67,25 @@ def _is_record(record: Any) -> bool:
     return (
         isinstance(record, dict)
         and record.keys() >= {"status", "ours", "gpu", "cpu", "threads", "commit", "dirty", "torch"}
-        and all(isinstance(record.get(name), str) for name in (*_NAMES, "status", "torch"))
-        and isinstance(record["commit"], str | None)
-        and (isinstance(record.get("model"), str) or isinstance(record.get("shape"), list))
+        and all(_is_text(record.get(name)) for name in (*_NAMES, "status", "torch"))
+        and record["op"].isidentifier()  # a chart is named after it
+        and (record["commit"] is None or _is_text(record["commit"]))
+        and (_is_text(record.get("model")) or _is_shape(record.get("shape")))
         and (record["status"] != "ok" or _is_timed(record))
     )
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(size, int) and size > 0 for size in value)
+
+
 def _is_timed(record: Record) -> bool:
     numbers = [record.get(name) for name in (*_TIMES, "percent_of_copy")]
-    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in numbers) and all(
+    return all(isinstance(value, int | float) and 0 <= value < _MOST for value in numbers) and all(
         record[name] > 0
         for name in _TIMES  # a rounded percentage may be 0
     )
@@ -175,6 +184,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # of names that hold a $
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -95,8 +96,10 @@ def _add_optimizers(parser: argparse.ArgumentParser, names: Sequence[str]) -> No
 
 def _shape(text: str) -> tuple[int, ...]:
     parts = text.split("x")
-    if len(parts) < 2 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) < 2 or not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"expected ROWSxHIDDEN, as in 8192x4096, got {text!r}")
+    if math.prod(map(int, parts)) > optimizers.MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"expected at most 2^56 elements, got {text!r}")
     return tuple(map(int, parts))
 
 

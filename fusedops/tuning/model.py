@@ -144,6 +144,8 @@ def warmup(model: nn.Module, batch: Any) -> None:
 def _check(owner: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{owner}: model: expected a module, got {model!r:.200}")
+    if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"{owner}: model: expected initialised parameters, got lazy ones: call the model once before")
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{owner}: a CUDA graph is being captured, which must not measure or compile: "

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 
 def preserving(model: nn.Module, devices: Sequence[torch.device], run: Callable[[], Result]) -> Result:
     """Call ``run`` in training mode; parameters, gradients, buffers, modes and random numbers are as before afterwards.
+
+    So are which tensors are a module's parameters and buffers, which buffers persist, and which parameters are frozen.
 
     A model may write to its parameters in forward, behind PyTorch's back as well, so all are copied. Ctrl-C stops
     ``run`` at once, and is put off while the model is put back.
@@ -31,10 +33,10 @@ def preserving(model: nn.Module, devices: Sequence[torch.device], run: Callable[
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    buffers = [dict(module._buffers.items()) for module in modules]
+    registered = [_Registered.of(module) for module in modules]
     tensors = list(dict.fromkeys((*model.parameters(), *model.buffers())))
     values = [(t, _version(t), t.detach().clone()) for t in tensors]
-    grads = [(p, p.grad) for p in model.parameters()]
+    grads = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     interrupts = _Interrupts()
     try:
         interrupts.take_over()
@@ -48,12 +50,13 @@ def preserving(model: nn.Module, devices: Sequence[torch.device], run: Callable[
                 with ExitStack() as undo:  # does all, last one first, whatever one of them raises
                     for value in values:
                         undo.callback(_restore_value, *value)
-                    for module, names in zip(modules, buffers, strict=True):
-                        undo.callback(_restore_buffers, module, names)
+                    for module, names in zip(modules, registered, strict=True):
+                        undo.callback(names.restore, module)
                     for module, mode in zip(modules, modes, strict=True):
                         undo.callback(setattr, module, "training", mode)
-                    for p, grad in grads:
+                    for p, trained, grad in grads:
                         undo.callback(setattr, p, "grad", grad)
+                        undo.callback(p.requires_grad_, trained)
     finally:
         interrupts.wait = True
         interrupts.hand_back()
@@ -95,11 +98,26 @@ def _version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-def _restore_buffers(module: nn.Module, names: dict[str, Tensor | None]) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # has the same buffers all its life
-        return
-    module._buffers.clear()
-    module._buffers.update(names)
+class _Registered(NamedTuple):
+    """What a module has by name."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    not_persistent: set[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Registered:
+        return cls(
+            dict(module._parameters.items()), dict(module._buffers.items()), set(module._non_persistent_buffers_set)
+        )
+
+    def restore(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # has the same all its life
+            return
+        for there, names in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            there.clear()
+            there.update(names)  # type: ignore[arg-type]
+        module._non_persistent_buffers_set = self.not_persistent
 
 
 def _restore_value(t: Tensor, version: int | None, value: Tensor) -> None:

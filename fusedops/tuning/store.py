@@ -72,7 +72,7 @@ class Store:
         """Make the table of all cells anew, also of one whose run was killed before it did."""
         with _files.locked(self.cells, wait=True):
             rows = make_rows(self.known().values())
-            lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+            lines = ",\n".join(json.dumps(row) for row in rows)
             text = f'{{"machine": {json.dumps(self._here)}, "rows": [\n{lines}\n]}}\n'
             _files.write_text(self.table, text)
 
