@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests interrupt processes
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if unknown := _required(config).difference(BACKENDS):
         raise pytest.UsageError(f"--require: expected any of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}")
 

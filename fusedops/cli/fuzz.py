@@ -15,7 +15,12 @@ from ..fuzz.sweep import Sweep, Target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of fuzzing to those of parity."""
     add = parser.add_argument_group("fuzzing").add_argument
-    add("--fuzz", type=_count, metavar="N", help="draw N cases in all instead, optimizers among them; see also --seed")
+    add(
+        "--fuzz",
+        type=_count,
+        metavar="N",
+        help="draw N cases in all, or as --per-cell asks, of optimizers too; see also --seed",
+    )
     add("--per-cell", type=int, default=300, metavar="N", help="at least so many of each cell and direction (300)")
     add("--large-every", type=int, metavar="N", help="one of N has 16 MiB or more; 0: none (GPU: 10, CPU: 100)")
     add("--minutes", type=float, default=float("inf"), metavar="M", help="stop by then")
