@@ -237,7 +237,7 @@ def test_kernels_are_not_tuned_on_the_callers_tensors(backend: str) -> None:
         pytest.skip("only Triton has an autotuner")
     from triton.runtime.autotuner import Autotuner
 
-    from fusedops.backends.triton import adam_kernels, norm_kernels
+    from fusedops.backends.triton import adam_kernels, norm_bwd_kernels, norm_kernels
 
-    for module in (norm_kernels, adam_kernels):
+    for module in (norm_kernels, norm_bwd_kernels, adam_kernels):
         assert not [name for name, value in vars(module).items() if isinstance(value, Autotuner)]

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on Triton: which kernel of `norm_kernels.py` runs, and how it is launched.
+"""LayerNorm and RMSNorm on Triton: which kernel of `norm_kernels.py` or `norm_bwd_kernels.py` runs, and how.
 
 Functions take 2-D tensors whose last dimension is contiguous and whose row stride is free. Input, weight, bias and
 output may each be fp32, fp16 or bf16.
@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import norm_bwd_kernels as bwd_kernels
 from . import norm_kernels as kernels
 from .launch import Launch, ceil_div, device_limits, launch
 
@@ -357,7 +358,7 @@ def norm_bwd(
         grid = (ceil_div(hidden, SUM_PARTIALS.width), 2 if need_dbias else 1)
         args = (dw_partial, db_partial, dweight, dbias, programs, hidden)
         meta = {"PARTS": SUM_PARTIALS.rows, "BLOCK": SUM_PARTIALS.width}
-        run(kernels.sum_partials_kernel, grid, x.device, args, meta, SUM_PARTIALS.warps)
+        run(bwd_kernels.sum_partials_kernel, grid, x.device, args, meta, SUM_PARTIALS.warps)
     return dx, dweight, dbias
 
 
@@ -390,7 +391,7 @@ def _bwd_in_registers(
     stages = stages_that_fit(config, tiles.main + tiles.tail, bytes_per_column, shared_bytes)
     meta = {"CENTER": mean is not None, "ROWS": config.rows, **_tile_meta(tiles), "STAGES": stages}
     meta["PARTS"] = _rows_side_by_side(config, tiles.lanes)
-    run(kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes, *summands), meta, config.warps)
+    run(bwd_kernels.norm_bwd_kernel, (programs,), x.device, (*tensors, *outputs, *sizes, *summands), meta, config.warps)
 
 
 def _bwd_in_blocks(
@@ -412,7 +413,7 @@ def _bwd_in_blocks(
         shared_bytes = device_limits(x.device).shared_bytes
         stages = stages_that_fit(config, config.width, bytes_per_column, shared_bytes)
         meta = {"CENTER": center, "BLOCK": config.width, "STAGES": stages}
-        run(kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
+        run(bwd_kernels.norm_bwd_wide_means_kernel, (rows,), x.device, (*tensors, *means, *sizes), meta, config.warps)
     config = BACKWARD_WIDE
     rows_moved = (dy, more_dy, x, outputs[0], summands.dsum, summands.dinput)
     lanes, vec = _lanes(hidden, config.width, config.warps, _smallest(*rows_moved, weight))
@@ -420,4 +421,4 @@ def _bwd_in_blocks(
     meta |= {"PARTS": _rows_side_by_side(config, lanes), "STAGES": config.stages}
     grid = (ceil_div(hidden, config.width), programs)
     args = (*tensors, *means, *outputs, *sizes, *summands)
-    run(kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)
+    run(bwd_kernels.norm_bwd_wide_kernel, grid, x.device, args, meta, config.warps)
