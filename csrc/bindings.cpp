@@ -12,6 +12,7 @@
 #include "build_info.h"
 #include "ops/adam.h"
 #include "ops/add_norm.h"
+#include "ops/cross_entropy.h"
 #include "ops/norm.h"
 #include "ops/same_objects.h"
 
@@ -36,6 +37,20 @@ TORCH_LIBRARY(fusedops, m) {
   m.def(
       "rms_norm_bwd(Tensor dy, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor rstd, "
       "float weight_offset, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
+
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100, str reduction='mean', "
+      "float label_smoothing=0., float z_loss=0., float? softcap=None, bool inplace_backward=False) -> Tensor");
+  m.def(
+      "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, int ignore_index, str reduction, "
+      "float label_smoothing, float z_loss, float? softcap) -> (Tensor loss, Tensor stats, Tensor total_weight)");
+  m.def(
+      "cross_entropy_bwd(Tensor dloss, Tensor input, Tensor target, Tensor? weight, Tensor stats, Tensor total_weight, "
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) -> Tensor");
+  m.def(
+      "cross_entropy_bwd_(Tensor(a!) input, Tensor dloss, Tensor target, Tensor? weight, Tensor stats, "
+      "Tensor total_weight, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) -> "
+      "()");
 
   // Those that may draw random numbers themselves say so; the halves are told the seed, so they may be run again.
   const std::vector<at::Tag> random{at::Tag::nondeterministic_seeded};
@@ -112,6 +127,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("weight") = py::none(), py::arg("eps") = 1e-6, py::arg("weight_offset") = 0.0,
         py::arg("dropout_p") = 0.0, py::arg("post_norm") = false, py::arg("out_dtype") = py::none(),
         py::arg("residual_dtype") = py::none(), py::arg("seed") = py::none(), NoGil());
+
+  m.def("cross_entropy", &fusedops::cross_entropy, py::arg("input"), py::arg("target"), py::arg("weight") = py::none(),
+        py::arg("ignore_index") = -100, py::arg("reduction") = "mean", py::arg("label_smoothing") = 0.0,
+        py::arg("z_loss") = 0.0, py::arg("softcap") = py::none(), py::arg("inplace_backward") = false, NoGil());
 
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")

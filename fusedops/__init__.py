@@ -12,7 +12,7 @@ from . import amp, backends, nn, optim
 from .cli.report import report
 from .dispatch import check_forced, explain, load_table, use_backend
 from .errors import FallbackWarning, UnsupportedError
-from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .ops import add_layer_norm, add_rms_norm, cross_entropy, layer_norm, rms_norm
 from .optim.clip import clip_grad_norm_
 from .patch import PatchReport, patch, patched, unpatch
 from .tuning.model import TuneReport, tune, warmup
@@ -27,6 +27,7 @@ __all__ = [
     "amp",
     "backends",
     "clip_grad_norm_",
+    "cross_entropy",
     "explain",
     "layer_norm",
     "nn",

@@ -6,6 +6,7 @@ theirs. The records hold data and small pure functions; nothing here runs a kern
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -62,7 +63,7 @@ class Case:
     Attributes:
         shape: shape of ``input``.
         normalized: number of trailing dimensions the op works over.
-        dtypes: dtype of each differentiable argument, by name; an argument that is missing is not passed.
+        dtypes: dtype of each floating-point argument, by name; an argument that is missing is not passed.
         out_dtype: requested output dtype, or None for the op's own rule.
         options: further keyword arguments (eps, …).
         layout: how the tensors lie in memory; one of ``LAYOUTS``.
@@ -136,6 +137,9 @@ class OpSpec:
         tolerance_overrides: (backend, device type, name) → (factor on what arithmetic may lose, from the length of the
             sum, and the reason). Empty for a sound op.
         draw_options: draws the options of a fuzzed call, given the dtypes of its differentiable arguments.
+        constants: further arguments that no gradient is taken of (targets, tables), from the input and the options; a
+            function of the input's shape and device alone, so that it may be traced.
+        sizes: (rows, hidden) that benchmarks measure; none: their own, by width.
     """
 
     name: str
@@ -158,6 +162,12 @@ class OpSpec:
     )
     tolerance_overrides: Mapping[tuple[str, str, str], tuple[Callable[[int], float], str]] = field(default_factory=dict)
     draw_options: Callable[[Random, Mapping[str, torch.dtype]], Mapping[str, Any]] = lambda random, dtypes: {}
+    constants: Callable[[torch.Tensor, Mapping[str, Any]], dict[str, Any]] = lambda input, options: {}
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    def takes(self, name: str) -> bool:
+        """Tell whether the function has an argument of a name (``"normalized_shape"``, ``"out_dtype"``)."""
+        return name in inspect.signature(self.function).parameters
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from op_helpers import (
+    ALL_SPECS,
     RANDOM_SPECS,
     SPECS,
     as_function,
@@ -53,7 +54,7 @@ def compare(backend: str, got: Sequence[Tensor], want: Sequence[Tensor], rough: 
     return assert_close(got, want, rtol=3e-2 if rough else 1e-4, atol=3e-2 if rough else 1e-4)
 
 
-@SPECS
+@ALL_SPECS
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=str)
 def test_compiled_equals_eager(
@@ -78,7 +79,7 @@ def test_compiled_equals_eager(
         assert len(set(counts)) == 1, "another shape compiled again"
 
 
-@SPECS
+@ALL_SPECS
 @pytest.mark.parametrize("autocast", [False, True])
 def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, backend: str, device: str) -> None:
     """Left to itself torch.compile takes a size as fixed until it sees another; after that none compiles again."""
@@ -96,7 +97,7 @@ def test_another_batch_compiles_nothing(spec: OpSpec, autocast: bool, backend: s
             compare(backend, results(compiled, leaves), results(function, leaves), backend != "native" and autocast)
 
 
-@SPECS
+@ALL_SPECS
 def test_compiled_under_autocast(spec: OpSpec, backend: str, device: str) -> None:
     linear = torch.nn.Linear(16, 16, device=device)
     op = as_function(spec, small_case(spec))
@@ -131,7 +132,7 @@ def test_inductor(spec: OpSpec, device: str) -> None:
     assert_close(results(compiled, leaves), results(function, leaves), rtol=1e-4, atol=1e-4)
 
 
-@SPECS
+@ALL_SPECS
 def test_compiled_checkpoint(spec: OpSpec, backend: str, device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -194,7 +195,7 @@ def test_exported_dropout_is_eagers(spec: OpSpec, decompose: bool, backend: str,
 # ---------------------------------------------------------------- compiled autograd
 
 
-@SPECS
+@ALL_SPECS
 def test_compiled_autograd(spec: OpSpec, backend: str, device: str) -> None:
     """After the first few one compiled backward graph serves every batch."""
     op = as_function(spec, small_case(spec))
@@ -248,7 +249,7 @@ def test_a_training_step_with_compiled_autograd(device: str) -> None:
 # ---------------------------------------------------------------- torch.export
 
 
-@SPECS
+@ALL_SPECS
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("decompose", [False, True])
 def test_exported_programs_run(spec: OpSpec, strict: bool, decompose: bool, backend: str, device: str) -> None:
@@ -302,6 +303,7 @@ def registered() -> list[str]:
 X, X16 = torch.randn(3, 8), torch.randn(2, 3, 8).to(BF16)
 W, B, ROWS = torch.rand(8), torch.rand(8), torch.rand(3)
 NONE, DX, SEED = (None, None), [True, False, False], torch.tensor([3, 5])
+CLASSES, STATS, ONE = torch.tensor([0, 7, 3]), torch.rand(3, 2), torch.ones(())
 # The public names of an op stand for its forward; arguments of the ops beneath them, in order.
 SAMPLES: dict[str, list[tuple[object, ...]]] = {
     "layer_norm": [(X, [8], W, B, 1e-5, None), (X16, [3, 8], None, None, 1e-5, F32), (X.mT, [3], *NONE, 1e-5, None)],
@@ -344,6 +346,16 @@ SAMPLES: dict[str, list[tuple[object, ...]]] = {
         (X, None, X, [8], None, ROWS, 0.0, None, 0.0, False, [True, False, False], BF16, F32),
         (X.to(BF16), X, X, [8], W, ROWS, 1.0, SEED, 0.5, True, [True] * 3, BF16, F32),
     ],
+    "cross_entropy": [
+        (X, CLASSES, None, -100, "mean", 0.0, 0.0, None, False), (X, CLASSES, W, 7, "sum", 0.1, 0.1, 5.0, False),
+        (X16, CLASSES.new_zeros(2, 8), None, -100, "none", 0.0, 0.0, None, False),
+    ],
+    "cross_entropy_fwd": [(X, CLASSES, W, -100, "mean", 0.1, 0.0, None), (X, CLASSES, None, 7, "none", 0.0, 0.0, 5.0)],
+    "cross_entropy_bwd": [
+        (ONE, X, CLASSES, W, STATS, ONE, 7, "mean", 0.1, 0.1, 5.0),
+        (ROWS, X, CLASSES, None, STATS, ONE, -100, "none", 0.0, 0.0, None),
+    ],
+    "cross_entropy_bwd_": [(X, ONE, CLASSES, None, STATS, ONE, 7, "mean", 0.0, 0.0, None)],
 }  # fmt: skip
 
 
@@ -353,9 +365,10 @@ def test_opcheck(name: str, backend: str, device: str) -> None:
         pytest.skip("the operators are the native backend's")
     assert set(registered()) <= set(SAMPLES), "an operator without a sample"
     for args in SAMPLES[name]:
-        whole = not name.endswith(("fwd", "bwd"))
+        whole = not name.endswith(("fwd", "bwd", "bwd_"))
         leaves = tuple(
-            a.detach().to(device).clone().requires_grad_(whole) if isinstance(a, Tensor) else a for a in args
+            a.to(device).clone().requires_grad_(whole and a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
         )
         named = {key: seed.to(device) for key, seed in leaves[-1].items()} if isinstance(leaves[-1], dict) else {}
         torch.library.opcheck(getattr(torch.ops.fusedops, name).default, leaves[: len(leaves) - bool(named)], named)

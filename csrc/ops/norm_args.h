@@ -1,23 +1,16 @@
-// What the norm ops and the add + norm ops share: checks, tensors to pointers, launches. SymInts are compared but never
+// What the norm ops and the add + norm ops share: checks and launches. SymInts are compared but never
 // read before the Meta device has left.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include "../norm.h"
-#include "tensors.h"
+#include "rows.h"
 
 namespace fusedops {
 
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
-using OptDtype = std::optional<at::ScalarType>;
-
 enum class Norm { layer, rms };
-
-inline bool given(const OptTensor& t) { return t && t->defined(); }
 
 inline const char* name_of(bool rms, bool add) {
   if (add) return rms ? "add_rms_norm" : "add_layer_norm";
@@ -26,27 +19,12 @@ inline const char* name_of(bool rms, bool add) {
 
 // ---- checks ---------------------------------------------------------------------------------------------------
 
-inline DType dtype_code(const Arg& name, at::ScalarType dtype) {
-  TORCH_CHECK_NOT_IMPLEMENTED(is_float_dtype(dtype), name,
-                              ": expected dtype float32, float16, bfloat16 or float64, got ", dtype);
-  return dtype_of(dtype);
-}
-
-inline at::ScalarType stats_dtype(at::ScalarType input_dtype) {
-  return input_dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline void check_shape(const char* op, const Tensor& input, at::SymIntArrayRef normalized_shape) {
   const auto sizes = input.sym_sizes();
   const auto dims = normalized_shape.size();
   TORCH_CHECK_VALUE(dims >= 1, op, ": normalized_shape: expected at least one dimension, got an empty shape");
   TORCH_CHECK_VALUE(sizes.size() >= dims && sizes.slice(sizes.size() - dims) == normalized_shape, op,
                     ": input: expected a shape that ends in normalized_shape ", normalized_shape, ", got ", sizes);
-}
-
-inline void check_double(const Arg& name, at::ScalarType dtype, const Tensor& input) {
-  TORCH_CHECK_VALUE((dtype == at::kDouble) == (input.scalar_type() == at::kDouble), name,
-                    ": expected float64 exactly when input is float64 (", input.scalar_type(), "), got ", dtype);
 }
 
 // Another tensor of input's shape.
@@ -77,61 +55,7 @@ inline c10::SymInt row_count(const Tensor& input, at::SymIntArrayRef normalized_
   return rows;
 }
 
-// ---- tensors to pointers --------------------------------------------------------------------------------------
-
-// A tensor seen as [rows, hidden] with unit stride inside a row; copied only where its strides do not allow that.
-struct Rows {
-  Tensor tensor;  // keeps the copy alive
-  int64_t stride;
-
-  Rows(const Arg& name, const Tensor& source, size_t row_dims) : tensor(source), stride(collapse(source, row_dims)) {
-    check_memory(name, source);
-    if (stride >= 0) return;
-    tensor = source.contiguous();
-    stride = collapse(tensor, row_dims);
-  }
-
- private:
-  // The one stride between rows, or -1. Strides of dimensions of size one mean nothing and are passed over.
-  static int64_t collapse(const Tensor& t, size_t row_dims) {
-    const auto sizes = t.sizes();
-    const auto strides = t.strides();
-    const size_t lead = sizes.size() - row_dims;
-    int64_t inner = 1;
-    for (size_t d = sizes.size(); d-- > lead;) {
-      if (sizes[d] == 1) continue;
-      if (strides[d] != inner) return -1;
-      inner *= sizes[d];
-    }
-    int64_t row_stride = inner, next = -1;
-    for (size_t d = lead; d-- > 0;) {
-      if (sizes[d] == 1) continue;
-      if (next == -1) {
-        row_stride = strides[d];
-      } else if (strides[d] != next) {
-        return -1;
-      }
-      next = strides[d] * sizes[d];
-    }
-    return row_stride;
-  }
-};
-
-// Pointer, dtype and life of an optional [hidden] parameter.
-struct Param {
-  Tensor tensor;
-  DType dtype = DType::f32;
-
-  Param(const Arg& name, const OptTensor& param) {
-    if (!given(param)) return;
-    check_memory(name, *param);
-    tensor = param->contiguous();
-    dtype = dtype_code(name, tensor.scalar_type());
-  }
-  const void* data() const { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
-};
-
-inline void* data_or_null(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+// ---- launches -------------------------------------------------------------------------------------------------
 
 #ifdef FUSEDOPS_WITH_CUDA
 // The CUDA kernels count the columns of a row in 32 bits.
@@ -178,14 +102,6 @@ inline void check_stats(const Arg& name, const Tensor& stats, const Tensor& inpu
                     stats_dtype(input.scalar_type()), ", got ", stats.scalar_type());
   TORCH_CHECK_VALUE(stats.device() == input.device(), name, ": expected a tensor on ", input.device(), ", got one on ",
                     stats.device());
-}
-
-// ---- into the dispatcher --------------------------------------------------------------------------------------
-
-// The handle of an operator, looked up once, for calls that go straight into the dispatcher.
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 }  // namespace fusedops

@@ -15,6 +15,7 @@ import torch
 from .._build import load_native, native_problem
 from ..dispatch import Call, Limits
 from ..ops._common import FLOATS
+from ..ops.cross_entropy import refuse_probabilities
 from ..registry import OPS, OPTIMS
 from . import schemas
 
@@ -25,15 +26,16 @@ _C: Any = load_native()
 _LIBRARY = schemas.define() if _C is None else None
 
 
-def _refuse_device(call: Call) -> str | None:
+def _refuse(call: Call) -> str | None:
     """Look at the call's own GPU: another one in the same machine may be of an architecture that was built for."""
-    return native_problem(call.device, call.index) if call.device == "cuda" else None
+    problem = native_problem(call.device, call.index) if call.device == "cuda" else None
+    return problem or refuse_probabilities(call)
 
 
 # An op is native when the extension has it. The kernels take every float dtype; columns are counted in 32 bits.
 LIMITS = {
-    **{op: Limits(FLOATS, max_hidden=2**30, extra=_refuse_device) for op in OPS if hasattr(_C, op)},
-    **{op: Limits(FLOATS, extra=_refuse_device) for op in OPTIMS},
+    **{op: Limits(FLOATS, max_hidden=2**30, extra=_refuse) for op in OPS if hasattr(_C, op)},
+    **{op: Limits(FLOATS, extra=_refuse) for op in OPTIMS},
 }
 
 

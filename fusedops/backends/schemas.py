@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops.add_norm_reference import add_layer_norm_reference, add_rms_norm_reference
+from ..ops.cross_entropy_reference import class_dim, cross_entropy_reference, total_weight
 from ..ops.dropout import dropout_factor
 from ..ops.norm_reference import layer_norm_reference, rms_norm_reference
 
@@ -52,6 +53,14 @@ SCHEMAS = (
     "Tensor? weight, Tensor rstd, float weight_offset, Tensor? seed, float dropout_p, bool post_norm, "
     "bool[3] output_mask, ScalarType input_dtype, ScalarType residual_dtype) -> "
     "(Tensor dinput, Tensor dresidual, Tensor dweight)",
+    "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100, str reduction='mean', "
+    "float label_smoothing=0., float z_loss=0., float? softcap=None, bool inplace_backward=False) -> Tensor",
+    "cross_entropy_fwd(Tensor input, Tensor target, Tensor? weight, int ignore_index, str reduction, "
+    "float label_smoothing, float z_loss, float? softcap) -> (Tensor loss, Tensor stats, Tensor total_weight)",
+    "cross_entropy_bwd(Tensor dloss, Tensor input, Tensor target, Tensor? weight, Tensor stats, Tensor total_weight, "
+    "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) -> Tensor",
+    "cross_entropy_bwd_(Tensor(a!) input, Tensor dloss, Tensor target, Tensor? weight, Tensor stats, "
+    "Tensor total_weight, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) -> ()",
 )
 # Ops that draw random numbers themselves.
 RANDOM = ("dropout_seed", "add_layer_norm", "add_rms_norm")
@@ -208,6 +217,38 @@ def _add_rms_norm_bwd(
     )[:3]  # fmt: skip
 
 
+def _cross_entropy_fwd(
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
+    z_loss: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    loss = cross_entropy_reference(input, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    logits = input.to(loss.dtype)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    kept = target != ignore_index
+    largest = logits.amax(class_dim(input)) if logits.numel() else torch.zeros_like(kept, dtype=loss.dtype)
+    log_sum = torch.logsumexp(logits - largest.unsqueeze(class_dim(input)), class_dim(input))
+    stats = torch.where(kept, torch.stack([largest, log_sum]), 0.0)
+    weight = None if weight is None else weight.to(loss.dtype)
+    total = total_weight(loss, target, weight, kept) if reduction == "mean" else loss.new_zeros(())
+    return loss, stats.flatten(1).mT.contiguous(), total
+
+
+def _cross_entropy_bwd(
+    dloss: Tensor, input: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, total_weight: Tensor,
+    ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    with torch.enable_grad():
+        logits = input.detach().requires_grad_()
+        loss = cross_entropy_reference(
+            logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap
+        )
+    return torch.autograd.grad(loss, logits, dloss.reshape(loss.shape))[0]
+
+
+def _cross_entropy_bwd_(input: Tensor, dloss: Tensor, *args: Any) -> None:
+    input.copy_(_cross_entropy_bwd(dloss, input, *args))
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": layer_norm_reference,
     "layer_norm_fwd": _layer_norm_fwd,
@@ -222,4 +263,8 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm_reference,
     "add_rms_norm_fwd": _add_rms_norm_fwd,
     "add_rms_norm_bwd": _add_rms_norm_bwd,
+    "cross_entropy": cross_entropy_reference,
+    "cross_entropy_fwd": _cross_entropy_fwd,
+    "cross_entropy_bwd": _cross_entropy_bwd,
+    "cross_entropy_bwd_": _cross_entropy_bwd_,
 }

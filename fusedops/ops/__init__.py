@@ -5,6 +5,7 @@ Else ``<stem>_reference.py`` has the truth, ``<stem>_autograd.py`` makes whole o
 """
 
 from .add_norm import add_layer_norm, add_rms_norm
+from .cross_entropy import cross_entropy
 from .norm import layer_norm, rms_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "layer_norm", "rms_norm"]

@@ -157,6 +157,7 @@ def choose(
     out_dtype: torch.dtype,
     backend: str | None,
     options: tuple[tuple[str, Any], ...] = (),
+    constants: tuple[Tensor | None, ...] = (),
 ) -> Choice:
     """Return what serves this call: one dict hit when its like was seen before.
 
@@ -168,13 +169,14 @@ def choose(
         out_dtype: dtype of its first result.
         backend: the explicit choice, or None.
         options: names and values of other arguments that backends may refuse.
+        constants: its other tensors, of which only the type matters here.
 
     Pointers and strides are not part of the key: alignment is the launcher's business. Elements count by powers of two.
     What no kernel knows of (tensor subclasses, nested tensors, functorch transforms, forward-mode AD, torch.jit.trace)
     takes plain PyTorch, compiled or not.
     """
     if torch.compiler.is_compiling():
-        types = (type(input), *[type(t) for t in others])
+        types = (type(input), *[type(t) for t in others], *[type(t) for t in constants])
         dtypes = (input.dtype, *[None if t is None else t.dtype for t in others], out_dtype)
         device = input.device
         key = _choose_compiling(
@@ -190,7 +192,7 @@ def choose(
         or _are_transforms_active()
         or _forward_ad._current_level >= 0
         or _tracing_state() is not None
-        or not _PLAIN.issuperset(map(type, (input, *others)))
+        or not _PLAIN.issuperset(map(type, (input, *others, *constants)))
     ):
         return _plain(op, input.dtype, out_dtype, backend)
     key = (op, backend, out_dtype, options, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,

@@ -146,12 +146,13 @@ def make_sample(spec: OpSpec, case: Case, device: str = "cpu", seed: int = 0, no
             values = lay_out(values, Memory(step=2))
         elif case.layout == "transposed" and main:
             values = _transposed(values)
-        kwargs[name] = values.requires_grad_()
-    grads = tuple(kwargs)
-    if case.normalized:
+        kwargs[name] = values.requires_grad_(name in spec.grads)
+    grads = tuple(name for name in kwargs if name in spec.grads)
+    if case.normalized and spec.takes("normalized_shape"):
         kwargs["normalized_shape"] = case.shape[len(case.shape) - case.normalized :]
-    if case.out_dtype is not None:
+    if case.out_dtype is not None and spec.takes("out_dtype"):
         kwargs["out_dtype"] = case.out_dtype
+    kwargs |= spec.constants(kwargs["input"], case.options)
     return Sample({**kwargs, **case.options}, grads, spec.outputs)
 
 
