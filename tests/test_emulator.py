@@ -28,6 +28,7 @@ PROGRAMS: dict[str, list[str]] = {
     "test_emulator": ["tests/emulator/planted.cu"],
     "test_norm": ["csrc/cuda/norm_fwd.cu", "csrc/cuda/norm_bwd.cu"],
     "test_add_norm": ["csrc/cuda/norm_fwd.cu", "csrc/cuda/norm_bwd.cu"],
+    "test_cross_entropy": ["csrc/cuda/cross_entropy.cu"],
     "test_adam": ["csrc/cuda/multi_tensor.cu", "csrc/cuda/adam.cu", "csrc/cuda/grad_norm.cu"],
 }
 """Test program of tests/emulator/ -> the .cu files it is linked with."""
@@ -128,6 +129,12 @@ def test_planted_faults_are_reported(fault: str, run: Run) -> None:
     assert result.returncode != 0, result.stdout
     for part in PLANTS[fault]:
         assert part in result.stderr, result.stderr
+
+
+def test_a_target_that_is_no_class_stops_the_kernel(run: Run) -> None:
+    result = run("test_cross_entropy", "wrong target")
+    assert result.returncode != 0, result.stdout
+    assert "cross_entropy: target: expected class indices" in result.stderr, result.stderr
 
 
 class Coverage(NamedTuple):

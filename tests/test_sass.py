@@ -54,7 +54,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]
     folder = tmp_path_factory.mktemp("sass")
     norms = folder / "norms.cu"
     norms.write_text(NORMS)
-    sources = [norms, ROOT / "csrc/cuda/adam.cu", ROOT / "csrc/cuda/grad_norm.cu"]
+    sources = [norms, *(ROOT / "csrc/cuda" / name for name in ("adam.cu", "grad_norm.cu", "cross_entropy.cu"))]
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.cubin"
@@ -176,3 +176,17 @@ def test_passes_over_gradients_move_whole_vectors(kernels):
     assert set(widths(only(kernels, "sum_squares_kernel"), "stream")) == {128}
     scale = only(kernels, "grad_scale_kernel")
     assert set(widths(scale, "stream")) == set(widths(scale, "store")) == {128}
+
+
+@pytest.mark.parametrize("dtype", ["float", "bf16", "__half", "double"])
+@pytest.mark.parametrize("extras", ["false", "true"], ids=["plain", "capped or smoothed"])
+def test_logits_are_read_and_gradients_written_in_whole_vectors(kernels, dtype, extras):
+    element = {"float": 32, "bf16": 16, "__half": 16, "double": 64}[dtype]
+    under_way = {"false": 4, "true": 2}[extras]
+    forward = kernels[f"cross_entropy_fwd_kernel<{dtype}, {extras}>"]
+    assert widths(forward, "stream") == {128: under_way}
+    backward = kernels[f"cross_entropy_bwd_kernel<{dtype}, {extras}>"]
+    assert widths(backward, "stream") == {128: under_way}
+    stores = widths(backward, "store")
+    assert stores[128] >= under_way
+    assert set(stores) == {128, element}, "whole vectors, and what stands before and behind them"

@@ -5,6 +5,8 @@
 
 #ifndef FUSEDOPS_EMULATED
 
+#include <cassert>
+
 namespace fusedops::cuda {
 
 // The block's dynamic shared memory.
@@ -56,6 +58,17 @@ __device__ inline void load_in_place(uint2& v, const void* global) {
 __device__ inline void load_in_place(unsigned& v, const void* global) {
   asm volatile("ld.global.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(global));
 }
+
+// 2^x; results below the smallest normal number are 0.
+__device__ inline float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Ends the kernel, and all use of CUDA in the process, with a message on stderr: what assert() does, in builds that
+// leave out assertions too.
+__device__ inline void stop_kernel(const char* message) { __assert_fail(message, "fusedops", 0, ""); }
 
 // Closes the group of copies that this thread has started since the last call.
 __device__ inline void commit_copies() {

@@ -18,6 +18,16 @@ __device__ inline acc_t warp_sum(acc_t x) {
   return x;
 }
 
+template <class acc_t>
+__device__ inline acc_t warp_max(acc_t x) {  // of numbers: a NaN may be passed over
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const acc_t other = __shfl_xor_sync(kFullWarp, x, offset);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
 // kN sums at once, for little more than the price of one: at each step half of the lanes hand half of their values
 // over. Lane l ends with the sum of v[l / (32 / kN)]. kN is a power of two.
 template <int kN, class acc_t>

@@ -374,6 +374,13 @@ void store_whole(void* global, Raw v) {
   *static_cast<Raw*>(global) = v;
 }
 
+inline float exp2_flushed(float x) {
+  const float y = std::exp2(x);
+  return y < 0x1p-126f ? 0.0f : y;  // a NaN is not
+}
+
+inline void stop_kernel(const char* message) { emulator::fail(message); }
+
 inline void commit_copies() { emulator::fiber->copies.emplace_back(); }
 
 template <int kPending>
