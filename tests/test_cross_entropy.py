@@ -147,7 +147,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "expanded logits": (
         lambda: {"input": (torch.ones(7, requires_grad=True) * 1).expand(3, 7), "inplace_backward": True},
-        "inplace_backward: expected logits with memory of their own each",
+        "inplace_backward: expected logits in rows of memory of their own",
+    ),
+    "transposed logits": (
+        lambda: {"input": (torch.ones(7, 3, requires_grad=True) * 1).T, "inplace_backward": True},
+        r"inplace_backward: expected logits in rows .*, got \(3, 7\) with strides \(1, 3\)",
     ),
 }
 
@@ -159,7 +163,7 @@ def test_bad_argument_is_named(name: str, device: str) -> None:
         call = {"input": torch.ones(3, 7), "target": torch.tensor([0, 6, 3]), **make()}
     with pytest.raises(ValueError, match=f"^cross_entropy: {words}"):
         cross_entropy(**call)
-    if name not in ("a leaf", "expanded logits"):
+    if not call.get("inplace_backward") or name == "inplace_backward":
         with pytest.raises(ValueError, match=f"^cross_entropy: {words}"):
             fusedops.explain("cross_entropy", **call)
 
@@ -187,15 +191,14 @@ def test_numbers_of_numpy_count(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("kind", ["rows", "strided", "transposed", "dimensions"])
+@pytest.mark.parametrize("kind", ["rows", "strided", "dimensions"])
 def test_gradient_over_the_logits(dtype: torch.dtype, reduction: str, kind: str, backend: str) -> None:
     if backend == "reference" or (backend == "triton" and dtype is F64):
         pytest.skip("plain PyTorch sees to its memory itself")
     layouts: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
         "rows": ((5, 33), lambda x: x * 1),
         "strided": ((5, 40), lambda x: (x * 1)[:, 2:35]),
-        "transposed": ((33, 5), lambda x: (x * 1).T),
-        "dimensions": ((2, 33, 3), lambda x: x * 1),
+        "dimensions": ((2, 3, 33), lambda x: (x * 1).movedim(2, 1)),
     }
     shape, make = layouts[kind]
     leaf = torch.randn(shape, dtype=dtype, requires_grad=True)

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 import fusedops.backends.triton  # noqa: E402
-from fusedops.backends.triton import adam, add_norm, norm, tables  # noqa: E402
+from fusedops.backends.triton import adam, add_norm, cross_entropy, norm, tables  # noqa: E402
 from fusedops.backends.triton import adam_kernels as kernels  # noqa: E402
 from fusedops.backends.triton.launch import DeviceLimits  # noqa: E402
 
@@ -59,6 +59,10 @@ OLD_SPILLS: dict[tuple[str, int, int | None], int] = {
     ("norm_fwd_kernel", 90, 32768): 16,  # two registers of the 64 that 1,024 threads have
 }
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+PLAIN_LOSS = (-100, "mean", 0.0, 0.0, None)
+ALL_OF_LOSS = (-100, "none", 0.1, 1e-4, 30.0)
 
 
 class Kernel(NamedTuple):
@@ -110,7 +114,7 @@ def compiler(monkeypatch, tmp_path):
 
         monkeypatch.setattr(driver, "_active", FakeDriver(architecture))
         limits = DeviceLimits(multiprocessors=132, shared_bytes=ARCHITECTURES[architecture] * 1024)
-        for module in (norm, add_norm, adam, tables):
+        for module in (norm, add_norm, cross_entropy, adam, tables):
             monkeypatch.setattr(module, "launch", compile_only)
         monkeypatch.setattr(adam, "compile_ahead", lambda *_: None)
         monkeypatch.setattr(norm, "device_limits", lambda _: limits)
@@ -172,6 +176,21 @@ def add_norm_calls(hidden: int, dtype: torch.dtype, stream: torch.dtype, rows: i
     }
 
 
+def loss_calls(
+    classes: int, dtype: torch.dtype, options: tuple[Any, ...] = PLAIN_LOSS, rows: int = 64
+) -> dict[str, Any]:
+    x = torch.empty(rows, classes, dtype=dtype, device="meta")
+    target = torch.empty(rows, dtype=torch.int64, device="meta")
+    weight = torch.empty(classes, device="meta") if options is not PLAIN_LOSS else None
+    stats, one = torch.empty(rows, 2, device="meta"), torch.empty((), device="meta")
+    named = dict(zip(cross_entropy.Options._fields, options, strict=True))
+    dloss = one if named["reduction"] != "none" else stats[:, 0]
+    return {
+        "cross_entropy_fwd": lambda: cross_entropy.cross_entropy_fwd(x, target, weight, **named),
+        "cross_entropy_bwd": lambda: cross_entropy.cross_entropy_bwd(dloss, x, target, weight, stats, one, **named),
+    }
+
+
 def cells(full: bool) -> list[tuple[int, int, torch.dtype, torch.dtype]]:
     """Quick: what amp gives, at every configuration's width on one architecture and at two widths on the others."""
     if full:
@@ -207,6 +226,35 @@ def test_a_sum_of_bf16_rounded_to_fp16_is_made_in_fp32(compiler, hidden, dtype, 
         (kernel,) = compiler(90, lambda rest=options: add_norm.add_layer_norm_fwd(x, residual, *rest))
         assert not re.findall(r"\b(?:add|sub|fma)\S*f16\S*", kernel.ptx)
         assert re.search(r"\bcvt\.rn\.f16\S*f32", kernel.ptx)
+
+
+def test_losses_compile_without_spills(compiler, pytestconfig):
+    full = pytestconfig.getoption("--full")
+    for architecture in ARCHITECTURES:
+        for classes in (10, 1000, 8192, 50257, 128256) if full else (50257,):
+            for dtype in (BF16, F32, F16) if full else (BF16, F32):
+                for options in (PLAIN_LOSS, ALL_OF_LOSS):
+                    for call in loss_calls(classes, dtype, options).values():
+                        assert compiler(architecture, call)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("classes", [50257, 128256])
+def test_logits_move_sixteen_bytes_at_a_time(compiler, classes, dtype):
+    """Also where rows begin anywhere: all of a row's body does."""
+    for name, call in loss_calls(classes, dtype).items():
+        (kernel,) = compiler(90, call)
+        accesses = machine_code(kernel)
+        whole = 8192 // (
+            kernel_threads(cross_entropy.BLOCKS[-1]) * (16 // dtype.itemsize)
+        )  # vectors of a block a thread
+        assert widths(accesses, "load")[128] == whole, accesses
+        if name.endswith("bwd"):
+            assert widths(accesses, "store")[128] >= whole, accesses
+
+
+def kernel_threads(config: Any) -> int:
+    return 32 * config.warps
 
 
 def machine_code(kernel: Kernel) -> Counter[str]:
@@ -307,6 +355,7 @@ def test_every_kernel_is_compiled(compiler, architecture):
         *norm_calls(50257, BF16, F32).values(),
         *add_norm_calls(768, BF16, F32).values(),
         *add_norm_calls(50257, BF16, F32).values(),
+        *loss_calls(50257, BF16).values(),
         *adam_calls(F32, F32, "", False).values(),
         lambda: tables.launch(kernels.upload_kernel, (1,), torch.device("cpu"), args, {}, 1),
     ]

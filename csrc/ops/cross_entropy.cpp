@@ -205,8 +205,9 @@ Tensor backward(const Tensor& dloss, const Tensor& input, const Tensor& target, 
   if (input.is_meta() || input.numel() == 0) return in_place ? input : made().movedim(-1, class_dim(input));
 
   const Call call(input, target, weight, o);
-  const bool direct = in_place && call.x.is_alias_of(input);
-  const Tensor dx = direct ? moved : made();
+  TORCH_CHECK_VALUE(!in_place || call.x.is_alias_of(input), kOp, ": input: expected rows that lie in memory as such, ",
+                    "to be written over, got strides ", input.strides());
+  const Tensor dx = in_place ? moved : made();
   const Tensor scale = dloss.contiguous(), stats_data = stats.contiguous();
   CrossEntropyBwd args{};
   args.c = call.args;
@@ -214,11 +215,9 @@ Tensor backward(const Tensor& dloss, const Tensor& input, const Tensor& target, 
   args.dloss = scale.const_data_ptr();
   args.total_weight = total_weight.const_data_ptr();
   args.dx = dx.mutable_data_ptr();
-  args.dx_stride = direct ? call.args.x_stride : call.args.classes;
+  args.dx_stride = in_place ? call.args.x_stride : call.args.classes;
   launch(args, input.device());
-  const Tensor grad = dx.movedim(-1, class_dim(input));
-  if (in_place && !direct) input.copy_(grad);
-  return in_place ? input : grad;
+  return in_place ? input : dx.movedim(-1, class_dim(input));
 }
 
 // ---- kernels of the schemas -----------------------------------------------------------------------------------

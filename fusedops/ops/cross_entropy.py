@@ -55,8 +55,8 @@ def cross_entropy(
         z_loss: adds ``z_loss · lse²`` to the loss of each row that counts.
         softcap: the logits are ``softcap · tanh(input / softcap)``; None: ``input`` itself.
         inplace_backward: write the gradient over the logits, which are lost: it saves their size in memory. Whoever
-            needs them again, a second backward too, gets PyTorch's error of a tensor that was modified in place. Plain
-            PyTorch and compiled graphs see to their memory themselves.
+            needs them again, a second backward too, gets PyTorch's error of a tensor that was modified in place. Only
+            for logits of which no copy has to be made. Plain PyTorch and compiled graphs see to memory themselves.
         backend: force ``"native"``, ``"triton"`` or ``"reference"``; None: dispatch chooses.
 
     Returns:
@@ -133,14 +133,24 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _check_writable(input: Tensor) -> None:
-    """Raise ValueError unless a gradient may be written over the logits."""
-    if not (torch.is_grad_enabled() and input.requires_grad):
+    """Raise ValueError unless a gradient may be written over the logits, as rows in memory of their own."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and input.requires_grad and input.numel()):
         return
     if input.is_leaf:
         raise ValueError(f"{OP}: inplace_backward: expected logits that were computed, got a leaf, which would be lost")
-    if any(stride == 0 and size > 1 for stride, size in zip(input.stride(), input.shape, strict=True)):
+    dim = class_dim(input)
+    try:
+        rows = input.movedim(dim, -1).view(-1, input.shape[dim])
+    except RuntimeError:
+        rows = None
+    if (
+        rows is None
+        or (rows.shape[1] > 1 and rows.stride(1) != 1)
+        or (rows.shape[0] > 1 and rows.stride(0) < rows.shape[1])
+    ):
         raise ValueError(
-            f"{OP}: inplace_backward: expected logits with memory of their own each, got strides {input.stride()}"
+            f"{OP}: inplace_backward: expected logits in rows of memory of their own, got {tuple(input.shape)} with "
+            f"strides {input.stride()}"
         )
 
 

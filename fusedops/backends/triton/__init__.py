@@ -1,4 +1,4 @@
-"""The Triton backend: norms and Adam as Triton kernels, on CUDA devices or, with `TRITON_INTERPRET=1`, on the CPU.
+"""The Triton backend: norms, cross-entropy and Adam as Triton kernels, on CUDA devices or, with `TRITON_INTERPRET=1`, on the CPU.
 
 Importing this package does not import Triton: the kernels are loaded when one of its functions is first asked for.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...dispatch import Limits
+from ...ops.cross_entropy import refuse_probabilities
 
 NAME = "triton"
 
@@ -21,7 +22,8 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _NORM = Limits(_FLOATS, max_hidden=2**20, min_capability=(7, 5))
 _ADAM = Limits(_FLOATS, min_capability=(7, 5), traceable=False)
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
-LIMITS = {**dict.fromkeys(_NORMS, _NORM), "adam": _ADAM, "adamw": _ADAM}
+_LOSS = Limits(_FLOATS, max_hidden=2**30, min_capability=(7, 5), extra=refuse_probabilities)
+LIMITS = {**dict.fromkeys(_NORMS, _NORM), "cross_entropy": _LOSS, "adam": _ADAM, "adamw": _ADAM}
 
 _HOMES = {
     "layer_norm_fwd": "norm",
@@ -32,6 +34,8 @@ _HOMES = {
     "add_layer_norm_bwd": "add_norm",
     "add_rms_norm_fwd": "add_norm",
     "add_rms_norm_bwd": "add_norm",
+    "cross_entropy_fwd": "cross_entropy",
+    "cross_entropy_bwd": "cross_entropy",
     "adam_plan": "adam",
     "grad_norm": "adam",
     "grad_scale_": "adam",

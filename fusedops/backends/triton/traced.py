@@ -1,4 +1,4 @@
-"""The norms as ops that torch.compile traces into, down to the kernel launches.
+"""The norms and cross-entropy as ops that torch.compile traces into, down to the kernel launches.
 
 Only loaded while compiling: in eager such an op would cost tens of microseconds a call. An op cannot return None, so
 gradients that nobody needs come back as empty tensors.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op
 
-from . import add_norm
+from . import add_norm, cross_entropy
 from .launch import INTERPRETED, launch_traced
 from .norm import _layer_norm_fwd, _rms_norm_fwd, make_dx, norm_bwd
 
@@ -131,6 +131,41 @@ def add_norm_bwd(
     )  # fmt: skip
     dinput, dresidual, dweight, dbias = (_given(grad, total) for grad in grads)
     return dinput, dresidual, dweight, dbias
+
+
+@op("fusedops_triton::cross_entropy_fwd")
+def cross_entropy_fwd(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``cross_entropy.fwd``."""
+    options = cross_entropy.Options(ignore_index, reduction, label_smoothing, z_loss, softcap)
+    return cross_entropy.fwd(launch_traced, x, target, weight, options)
+
+
+@op("fusedops_triton::cross_entropy_bwd")
+def cross_entropy_bwd(
+    dloss: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    """As ``cross_entropy.bwd``, in memory of its own."""
+    options = cross_entropy.Options(ignore_index, reduction, label_smoothing, z_loss, softcap)
+    return cross_entropy.bwd(launch_traced, dloss, x, target, weight, stats, total_weight, options)
 
 
 def _given(grad: Tensor | None, x: Tensor) -> Tensor:
