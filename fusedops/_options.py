@@ -62,6 +62,11 @@ def probability(owner: str, name: str, value: Any) -> float:
     return number(owner, name, value, "a probability from 0 to 1", 0.0, 1.0)
 
 
+def cap(owner: str, value: Any) -> float:
+    """Return what caps logits as a float; see ``number``."""
+    return number(owner, "softcap", value, "None or a finite number > 0", 2.0**-126)
+
+
 def flag(owner: str, name: str, value: Any) -> bool:
     """Return a caller's flag, NumPy's too, as a bool; anything else than True or False raises ValueError."""
     found = plain(value)

@@ -12,11 +12,11 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from ._options import epsilon, flag, probability
-from .ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ._options import cap, epsilon, flag, number, probability
+from .ops import add_layer_norm, add_rms_norm, cross_entropy, layer_norm, rms_norm
 from .ops._common import check_result_dtype, offset
 
-for _name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
+for _name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "cross_entropy"):
     torch.fx.wrap(_name)  # symbolic_trace records the call, as it does PyTorch's own
 
 
@@ -175,3 +175,48 @@ class AddRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """Show dropout and the mode beside what the norm shows."""
         return f"{super().extra_repr()}, dropout_p={self.dropout_p}, post_norm={self.post_norm}"
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on ``fusedops.cross_entropy``.
+
+    Args:
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as PyTorch's.
+        z_loss: adds ``z_loss · lse²`` to the loss of each row.
+        softcap: the logits are ``softcap · tanh(input / softcap)``; None: ``input`` itself.
+        inplace_backward: write the gradient over the logits, which are lost.
+    """
+
+    z_loss: float = 0.0
+    softcap: float | None = None
+    inplace_backward: bool = False
+
+    def __init__(
+        self,
+        *args: Any,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        inplace_backward: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        owner = type(self).__name__
+        self.label_smoothing = probability(owner, "label_smoothing", self.label_smoothing)
+        self.z_loss = number(owner, "z_loss", z_loss, "a finite number ≥ 0", 0.0)
+        self.softcap = None if softcap is None else cap(owner, softcap)
+        self.inplace_backward = flag(owner, "inplace_backward", inplace_backward)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of logits (rows, classes, ...) and targets (rows, ...)."""
+        return cross_entropy(
+            input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, softcap=self.softcap,
+            inplace_backward=self.inplace_backward,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Show the options."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, softcap={self.softcap}"
+        )

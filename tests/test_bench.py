@@ -49,7 +49,9 @@ def test_norm_times_every_cell_beside_torch(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "n/a: layer_norm bf16 liger" in shown
     assert shown.splitlines()[-1] == str(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"{spec.name}.png" for spec in OPS.values()}
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"{spec.name}.png" for spec in OPS.values() if spec.family == "norm"
+    }
 
 
 def test_adam_times_every_config_beside_torch(tmp_path):
@@ -62,7 +64,7 @@ def test_adam_times_every_config_beside_torch(tmp_path):
 
 
 def test_all_is_every_family_in_one_folder(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ops, "default_shapes", lambda device, quick: [(64, 32)])
+    monkeypatch.setattr(ops, "default_shapes", lambda device, quick, sizes: [(64, 32)])
     monkeypatch.setitem(optimizers.MODELS, "1000x1024", lambda: [(40,)] * 3)
     run = ["bench", "all", "--device", "cpu", "--repeat", "3", "--backend", "reference", "--commit", "abc"]
     assert main([*run, "--out", str(tmp_path / "a"), "--append", str(tmp_path / "all.jsonl")]) == 0
@@ -250,6 +252,28 @@ def test_plot_refuses_a_foreign_file(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text('{"op": "layer_norm"}\n')
     assert main(["bench", "plot", str(tmp_path / "x.jsonl")]) == 2
     assert "x.jsonl:1: expected a record" in capsys.readouterr().err
+
+
+def test_a_loss_is_timed_at_the_vocabularies_of_models(tmp_path):
+    sizes = OPS["cross_entropy"].sizes
+    assert ops.default_shapes(torch.device("cuda"), False, sizes) == [(16384, 50257), (8192, 128256)]
+    assert all(rows * classes <= 4 << 20 for rows, classes in ops.default_shapes(CPU, False, sizes))
+    run = [
+        "bench",
+        "cross_entropy",
+        "--device",
+        "cpu",
+        "--shape",
+        "40x333",
+        "--repeat",
+        "3",
+        "--vs",
+        "torch,flash,liger",
+    ]
+    assert main([*run, "--out", str(tmp_path)]) == 0
+    found = read(tmp_path)
+    assert {r["backend"] for r in found if r["status"] == "ok"} >= {"reference", "torch"}
+    assert not [r for r in found if r["status"] == "FAIL"]
 
 
 def test_default_shapes_fill_the_gpu():

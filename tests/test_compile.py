@@ -403,6 +403,11 @@ TRITON_SAMPLES: dict[str, list[tuple[object, ...]]] = {
         (X, None, X, None, None, ROWS, 0.0, None, 0.0, False, [True, True, False, False], F32, F32, None),
         (X.to(BF16), X, X, W, ROWS, ROWS, 0.0, SEED, 0.5, True, [True] * 4, BF16, F32, F32),
     ],
+    "cross_entropy_fwd": [(X, CLASSES, W, -100, "mean", 0.1, 0.0, None), (X, CLASSES, None, 7, "none", 0.0, 0.1, 5.0)],
+    "cross_entropy_bwd": [
+        (ONE, X, CLASSES, W, STATS, ONE, 7, "mean", 0.1, 0.1, 5.0),
+        (ROWS, X, CLASSES, None, STATS, ONE, -100, "none", 0.0, 0.0, None),
+    ],
 }
 
 

@@ -404,3 +404,27 @@ def test_a_wrong_target_stops_the_kernel() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode != 0
         assert re.search("cross_entropy: target: expected class indices", done.stderr + done.stdout), done.stderr
+
+
+# ---------------------------------------------------------------- the module
+
+
+def test_the_module_is_pytorchs(backend: str) -> None:
+    x, target, weight = logits(5, 7), torch.tensor([0, 6, -1, 2, 3]), torch.rand(7)
+    given = {"weight": weight, "ignore_index": -1, "reduction": "sum", "label_smoothing": 0.1}
+    ours, theirs = fusedops.nn.CrossEntropyLoss(**given), torch.nn.CrossEntropyLoss(**given)
+    torch.testing.assert_close(ours(x, target), theirs(x, target))
+    assert isinstance(ours, torch.nn.CrossEntropyLoss)
+    theirs.load_state_dict(ours.state_dict())
+    more = fusedops.nn.CrossEntropyLoss(z_loss=0.1, softcap=5, inplace_backward=True)
+    assert torch.equal(more(x * 1, target.clamp(0)), cross_entropy(x, target.clamp(0), z_loss=0.1, softcap=5.0))
+    assert "z_loss=0.1, softcap=5.0" in repr(more)
+    more(x * 1, target.clamp(0)).backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("z_loss", -1), ("softcap", 0), ("label_smoothing", 2), ("inplace_backward", None)]
+)
+def test_bad_option_of_the_module_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^CrossEntropyLoss: {name}: expected .*, got"):
+        fusedops.nn.CrossEntropyLoss(**{name: value})

@@ -1,4 +1,4 @@
-"""Under torch.compile the norms' graphs hold the Triton launches themselves, forward and backward, without a break.
+"""Under torch.compile graphs of norms and losses hold the Triton launches, forward and backward, without a break.
 
 The graphs are read, not run: that needs no GPU.
 """
@@ -101,6 +101,20 @@ def test_graph_of_an_add_norm_holds_its_seed_and_the_launches(monkeypatch, op, p
 
     torch.compile(call, backend=reading_backend(launches), fullgraph=True)(x, residual, weight).backward()
     assert launches == {"forward": 1, "backward": 2}
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_graph_of_a_loss_holds_the_launches(monkeypatch, reduction):
+    monkeypatch.setattr(driver, "_active", FakeDriver())
+    torch._dynamo.reset()
+    whole, launches = OPS["cross_entropy"].wrap(backend), {}
+    x, target = torch.zeros(8, 1001, dtype=torch.bfloat16, requires_grad=True), torch.zeros(8, dtype=torch.int64)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return whole(x * 1, target, None, -100, reduction, 0.1, 0.0, 30.0, False).sum()
+
+    torch.compile(call, backend=reading_backend(launches), fullgraph=True)(x).backward()
+    assert launches == {"forward": 1, "backward": 1}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

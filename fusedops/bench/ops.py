@@ -59,9 +59,17 @@ def families() -> dict[str, list[str]]:
     return found
 
 
-def default_shapes(device: torch.device, quick: bool) -> list[tuple[int, int]]:
-    """Return (rows, hidden) of each width, rows a power of two that makes the bf16 input and output large enough."""
+def default_shapes(device: torch.device, quick: bool, sizes: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """Return (rows, hidden) of each width, rows a power of two that makes the bf16 input and output large enough.
+
+    An op with ``sizes`` of its own has those, on a CPU with as few rows as make them large enough.
+    """
     least = _LEAST_BYTES.get(device.type, _LEAST_BYTES["cpu"])
+    if sizes:
+        chosen = sizes[:1] if quick else [*sizes]
+        if device.type == "cuda":
+            return list(chosen)
+        return [(min(rows, max(1, least // hidden)), hidden) for rows, hidden in chosen]
     widths = QUICK_WIDTHS if quick else WIDTHS
     return [(1 << (math.ceil(least / 4 / hidden) - 1).bit_length(), hidden) for hidden in widths]
 
@@ -171,7 +179,7 @@ def _enlarge(spec: OpSpec, sample: Sample, grad: Any, rows: int) -> tuple[Sample
         for name, value in sample.kwargs.items()
     }
     order = index[torch.randperm(rows, device=device)]
-    return replace(sample, kwargs=kwargs), _each(lambda one: one[order], grad)
+    return replace(sample, kwargs=kwargs), _each(lambda one: one[order] if one.dim() else one, grad)
 
 
 def _truth(bench: _Bench) -> dict[str, Tensor]:

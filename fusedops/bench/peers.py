@@ -58,6 +58,10 @@ def _liger(op: str, autocast: bool) -> Function:
         rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
         # Not in place: that overwrites the gradient it is given, which repeated runs share.
         return lambda input, normalized_shape, weight, eps=1e-6: rms_norm.apply(input, weight, eps, 0.0, "llama", False)
+    if op == "cross_entropy":
+        loss = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+        # Its forward makes the gradient, where the logits were: it gets a copy of them, which is timed with it.
+        return lambda input, target: loss.apply(input.clone(), target, None)[0]
     raise NotServed(f"no adapter for {op}")
 
 
@@ -81,6 +85,9 @@ def _quack(op: str, autocast: bool) -> Function:
 
 
 def _flash(op: str, autocast: bool) -> Function:
+    if op == "cross_entropy":
+        losses = importlib.import_module("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
+        return lambda input, target: losses(input, target)[0].sum() / (target != -100).sum()
     norm = importlib.import_module("flash_attn.ops.triton.layer_norm").layer_norm_fn
     if op == "layer_norm":
         return lambda input, normalized_shape, weight, bias, eps=1e-5: norm(input, weight, bias, eps=eps)

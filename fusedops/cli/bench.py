@@ -14,6 +14,7 @@ import torch
 from ..bench import compare, ops, optimizers, peers, report
 from ..bench.records import Record, facts, ran_out
 from ..config import BACKENDS
+from ..registry import OPS
 from . import listed, parse_device
 
 _DEFAULT_PEERS = ("torch", "liger", "quack", "flash", "foreach", "apex-adam")
@@ -167,7 +168,7 @@ def _time_ops(args: argparse.Namespace, names: Sequence[str]) -> Iterator[Record
     device = _device(args)
     options = ops.Options(
         device,
-        args.shape or ops.default_shapes(device, args.quick),
+        args.shape or ops.default_shapes(device, args.quick, OPS[names[0]].sizes),
         args.dtype or (["bf16", "amp"] if args.quick else ["bf16", "amp", "fp32"]),
         args.direction or ops.DIRECTIONS,
         args.backend or ops.usable_backends(device),

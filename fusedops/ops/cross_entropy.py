@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, registry
-from .._options import LARGEST, flag, number, plain, probability
+from .._options import cap, flag, number, plain, probability
 from ..dispatch import Call
 from ..errors import UnsupportedError
 from ..registry import OpSpec
@@ -175,8 +175,7 @@ def _options(
         raise ValueError(f"{OP}: reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     label_smoothing = probability(OP, "label_smoothing", label_smoothing)
     z_loss = number(OP, "z_loss", z_loss, "a finite number ≥ 0", 0.0)
-    if softcap is not None:
-        softcap = number(OP, "softcap", softcap, "None or a finite number > 0", 2.0**-126, LARGEST)
+    softcap = None if softcap is None else cap(OP, softcap)
     return ignore_index, reduction, label_smoothing, z_loss, softcap, flag(OP, "inplace_backward", inplace_backward)
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: norms, cross-entropy and Adam as Triton kernels, on CUDA devices or, with `TRITON_INTERPRET=1`, on the CPU.
+"""The Triton backend: norms, cross-entropy and Adam, on CUDA devices or, with `TRITON_INTERPRET=1`, on the CPU.
 
 Importing this package does not import Triton: the kernels are loaded when one of its functions is first asked for.
 """

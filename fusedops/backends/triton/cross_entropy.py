@@ -79,9 +79,16 @@ def cross_entropy_bwd(
 
     Args:
         dloss (rows,) or (): fp32.
-        x, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap: as forward was given them.
+        x (rows, classes): the logits of forward, and so
+        target (rows,): its targets,
+        weight (classes,): its weights, or None.
         stats (rows, 2): from forward.
         total_weight (): from forward.
+        ignore_index: as in forward.
+        reduction: as in forward.
+        label_smoothing: as in forward.
+        z_loss: as in forward.
+        softcap: as in forward.
         dx: x itself, to be written over; None: new memory.
 
     Returns:
