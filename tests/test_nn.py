@@ -44,7 +44,7 @@ after = everything()
 replaced = [key for key, value in before.items() if after.get(key) is not value]
 assert len(before) > 1000 and not replaced, replaced
 added = [name for _, name in torch.fx._symbolic_trace._wrapped_fns_to_patch][wrapped:]
-assert added == ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"], added
+assert added == ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "cross_entropy"], added
 """
 
 

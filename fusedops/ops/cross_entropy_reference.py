@@ -28,23 +28,35 @@ def cross_entropy_reference(
     """Compute ``cross_entropy``; see there. ``inplace_backward`` is granted nothing: autograd has its own memory."""
     acc, dim = wide(input.dtype), class_dim(input)
     logits, kept = input.to(acc), None
-    if target.is_floating_point():
-        target = target.to(acc)
-    else:
+    if input.numel() == 0:
+        losses = logits.sum(dim)
+        total = losses.sum()
+        return losses if reduction == "none" else total / 0 if reduction == "mean" else total
+    if not target.is_floating_point():
         kept = target != ignore_index
         logits = torch.where(kept.unsqueeze(dim), logits, 0.0)  # whatever is there, no NaN of it gets into a gradient
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     weight = None if weight is None else weight.to(acc)
-    if z_loss == 0:
-        return F.cross_entropy(
-            logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
-    losses = F.cross_entropy(
-        logits, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
-    penalty = z_loss * torch.logsumexp(logits, dim).square()
-    losses = losses + (penalty if kept is None else torch.where(kept, penalty, 0.0))
+    # The largest logit stays apart: added to a large one, the rest would lose its digits. PyTorch's own loss has a
+    # log_softmax, which on a CPU adds up a row, and gradients of it, one after another: a bound's worth in long rows.
+    largest = logits.detach().amax(dim, keepdim=True)
+    below = logits - largest
+    log_sum = torch.logsumexp(below, dim)
+    if kept is None:
+        losses = F.cross_entropy(logits, target.to(acc), weight, reduction="none", label_smoothing=label_smoothing)
+    else:
+        at = torch.where(kept, target, 0)
+        losses = log_sum - below.gather(dim, at.unsqueeze(dim)).squeeze(dim)
+        losses = losses if weight is None else losses * weight[at]
+        if label_smoothing:
+            column = [-1 if d == dim else 1 for d in range(input.dim())]
+            w = input.new_ones(input.shape[dim], dtype=acc) if weight is None else weight
+            spread = log_sum * w.sum() - (below * w.view(column)).sum(dim)
+            losses = (1 - label_smoothing) * losses + label_smoothing / input.shape[dim] * spread
+    if z_loss:
+        losses = losses + z_loss * (largest.squeeze(dim) + log_sum).square()
+    losses = losses if kept is None else torch.where(kept, losses, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / total_weight(losses, target, weight, kept)
