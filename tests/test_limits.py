@@ -141,6 +141,46 @@ def test_rows_further_apart_than_32_bits_count(spec: OpSpec, backend: str, devic
         torch.testing.assert_close(far[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [
+        pytest.param(70_001, 24, id="small"),
+        pytest.param(2**15 + 3, 2**16 + 1, id="2^31 logits", marks=needs(30)),
+        pytest.param(2**28 + 5, 16, id="2^28 rows", marks=needs(60)),
+    ],
+)
+def test_more_logits_than_32_bits_count(rows: int, classes: int, backend: str, device: str) -> None:
+    """Rows of zeros but for a few, whose losses and gradients are what they are among themselves."""
+    skip_slow(backend, device, large=rows * classes >= 2**31)
+    places = torch.tensor(boundaries(rows, classes), device=device)
+    few = torch.randn(len(places), classes, device=device).bfloat16().requires_grad_()
+    x = torch.zeros(rows, classes, dtype=BF16, device=device)
+    x[places] = few.detach()
+    x.requires_grad_()
+    target = torch.zeros(rows, dtype=torch.int64, device=device)
+    target[places] = torch.arange(len(places), device=device) * 5 % classes
+    alone = fusedops.cross_entropy(few, target[places], reduction="none", backend=backend)
+    losses = fusedops.cross_entropy(x, target, reduction="none", backend=backend)
+    torch.testing.assert_close(losses[places], alone, rtol=0, atol=0)
+    found, want = (torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in ((losses, x), (alone, few)))
+    torch.testing.assert_close(found[places], want, rtol=0, atol=0)
+    del found
+    total = math.log(classes) * (rows - len(places)) + float(alone.double().sum())
+    with torch.no_grad():
+        mean = fusedops.cross_entropy(x, target, backend=backend)
+    assert float(mean) == pytest.approx(total / rows, rel=1e-5)
+
+
+def test_logits_further_apart_than_32_bits_count(backend: str, device: str) -> None:
+    target, found = torch.tensor([3, 60], device=device), []
+    near = torch.randn(2, 64, device=device).bfloat16()
+    far = torch.empty(2**31 + 64, dtype=BF16, device=device).as_strided((2, 64), (2**31, 1)).copy_(near)
+    for x in (near.requires_grad_(), far.requires_grad_()):
+        loss = fusedops.cross_entropy(x, target, backend=backend)
+        found.append((loss, *torch.autograd.grad(loss, x)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------- optimizers
 
 COUNTS = [
