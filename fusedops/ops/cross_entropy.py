@@ -74,23 +74,40 @@ def cross_entropy(
     fp32, and NaN in a row that is ignored stays there.
     *Source*: Milakov, Gimelshein (2018); the z-loss: Chowdhery et al., "PaLM" (2022).
     """
-    check_tensors(input, target, weight)
+    checked = weight is not None or not _are_plain(input, target)
+    if checked:
+        check_tensors(input, target, weight)
     options = _options(ignore_index, reduction, label_smoothing, z_loss, softcap, inplace_backward)
     if options[-1]:
         _check_writable(input)
-    if target.is_floating_point():
+    if target.dtype is not torch.int64:
         if (forced := dispatch.forced_backend(OP, backend)) not in (None, "reference"):
             raise UnsupportedError(f"{OP}: backend {forced!r} can't serve this call: {_PROBABILITIES}")
         return cross_entropy_reference(input, target, weight, *options)
-    shape = (input.shape[class_dim(input)],)
-    choice = choose(OP, input, (), shape, wide(input.dtype), backend, constants=(target, weight))
+    classes = input.shape[class_dim(input)]
+    choice = choose(OP, input, (), (classes,), wide(input.dtype), backend, constants=(target, weight))
+    if not (checked or choice.checks_arguments):
+        check_tensors(input, target, weight)
     try:
         result: Tensor = choice.run(input, target, weight, *options)
-    except (IndexError, RuntimeError):
+    except (ValueError, TypeError, IndexError, RuntimeError):
+        check_tensors(input, target, weight)  # the same words, whoever refused
         if input.is_cpu:
-            check_classes(target, shape[0], options[0])  # the same words, whoever refused
+            check_classes(target, classes, options[0])
         raise
     return result
+
+
+def _are_plain(input: Any, target: Any) -> bool:
+    """Tell arguments that a backend may be asked for; what else is wrong with them it may find itself."""
+    return (
+        isinstance(input, Tensor)
+        and isinstance(target, Tensor)
+        and input.dtype in FLOATS
+        and target.dtype is torch.int64
+        and input.dim() > 0
+        and not input.is_nested
+    )
 
 
 def refuse_probabilities(call: Call) -> str | None:
