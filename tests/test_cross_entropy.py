@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -387,22 +389,47 @@ def test_results_repeat_bit_for_bit_whatever_the_threads(device: str) -> None:
         torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_wrong_target_stops_the_kernel() -> None:
-    """In a process of its own, whose CUDA context does not survive."""
-    import subprocess
-    import sys
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-    for wrong in (7, -1):
-        code = (
-            "import torch, fusedops\n"
-            "x = torch.randn(4, 7, device='cuda')\n"
-            f"fusedops.cross_entropy(x, torch.tensor([0, 1, {wrong}, 3], device='cuda'), backend='native')\n"
-            "torch.cuda.synchronize()\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-        assert done.returncode != 0
-        assert re.search("cross_entropy: target: expected class indices", done.stderr + done.stdout), done.stderr
+
+@ON_GPU
+@pytest.mark.parametrize("wrong", [7, -1, 2**40])
+def test_a_wrong_target_stops_the_kernel(wrong: int) -> None:
+    """In a process of its own, whose CUDA context does not survive."""
+    code = (
+        "import torch, fusedops\n"
+        "x = torch.randn(4, 7, device='cuda')\n"
+        f"fusedops.cross_entropy(x, torch.tensor([0, 1, {wrong}, 3], device='cuda'), backend='native')\n"
+        "torch.cuda.synchronize()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "cross_entropy: target: expected class indices" in done.stderr + done.stdout, done.stderr
+
+
+@ON_GPU
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_in_a_cuda_graph(reduction: str, backend: str) -> None:
+    static, target = torch.randn(9, 5001).bfloat16().requires_grad_(), torch.randint(5001, (9,))
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = cross_entropy(static, target, reduction=reduction, label_smoothing=0.1)
+        return loss, torch.autograd.grad(loss.sum(), static)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            static.copy_(torch.randn(9, 5001))
+            target.random_(5001)
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- the module

@@ -114,10 +114,13 @@ __device__ inline acc_t element_or(const void* p, int64_t i, acc_t other) {
   return p ? static_cast<const acc_t*>(p)[i] : other;
 }
 
-__device__ inline void check_target(int64_t target, int classes) {
-  if (target < 0 || target >= classes) {
+// Whether a target is a class; one that is none ends the kernel.
+__device__ inline bool is_class(int64_t target, int classes) {
+  if (target >= 0 && target < classes) return true;
+  if (threadIdx.x == 0) {
     stop_kernel("cross_entropy: target: expected class indices from 0 to classes - 1, or ignore_index");
   }
+  return false;
 }
 
 // ---- forward ------------------------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(kLossThreads, kLossBlocks<x_t>)
     if (stats) stats[2 * row] = stats[2 * row + 1] = 0;
     return;
   }
-  check_target(target, p.classes);
+  if (!is_class(target, p.classes)) return;
 
   const x_t* x = static_cast<const x_t*>(c.x) + row * c.x_stride;
   const acc_t cap = static_cast<acc_t>(c.softcap), inverse_cap = 1 / cap;
@@ -325,7 +328,7 @@ __global__ void __launch_bounds__(kLossThreads, kLossBlocks<x_t>)
     for (int col = parts.tail() + threadIdx.x; col < p.classes; col += blockDim.x) narrow_one(acc_t(0), dx[col]);
     return;
   }
-  check_target(target, p.classes);
+  if (!is_class(target, p.classes)) return;
 
   const acc_t* stats = static_cast<const acc_t*>(p.a.stats) + 2 * row;
   const acc_t largest = stats[0], log_sum = stats[1];

@@ -183,6 +183,7 @@ int main(int count, char**) {
     run({x, 6, 257, Reduction::none, 1, 0, true, 0.1, 1e-3, 5});
     run({x, 6, 256, Reduction::sum, 0, 0, false, 0.1});
     run({x, 6, 200, Reduction::mean, 0, 0, true, 0, 0.1});
+    run({x, 2, 128 * vec + 40, Reduction::none, 1, 0, false, 0.2, 0, 4});
     run({x, 6, 259, Reduction::none, 1, 3, false, 0, 0, 3, /*in_place=*/true});
     run({x, 6, 256, Reduction::mean, 0, 0, true, 0.3, 0, 0, /*in_place=*/true});
   }
