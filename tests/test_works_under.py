@@ -5,6 +5,7 @@ What no kernel knows of takes plain PyTorch, compiled or not, and is never an er
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import threading
@@ -252,6 +253,22 @@ def test_dtensors(spec: OpSpec, compiled: bool, mesh: Any) -> None:
     got = results(torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op, leaves)
     assert all(isinstance(t, DTensor) for t in got)
     assert_close([t.full_tensor() for t in got], results(op, plain))
+
+
+@pytest.mark.parametrize("sharded", ["rows", "classes"])
+def test_the_loss_of_dtensors(sharded: str, mesh: Any) -> None:
+    """Also of logits whose classes are spread over devices, which PyTorch's own loss knows to add up."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    plain, target = torch.randn(6, 16, requires_grad=True), torch.arange(6)
+    want = fusedops.cross_entropy(plain, target)
+    x = distribute_tensor(plain.detach(), mesh, [Shard(0 if sharded == "rows" else 1)]).requires_grad_()
+    y = distribute_tensor(target, mesh, [Shard(0) if sharded == "rows" else Replicate()])
+    with loss_parallel() if sharded == "classes" else contextlib.nullcontext():
+        got = fusedops.cross_entropy(x, y)
+        got.backward()
+    assert_close([got.full_tensor(), x.grad.full_tensor()], [want, *torch.autograd.grad(want, plain)])
 
 
 @RANDOM_SPECS

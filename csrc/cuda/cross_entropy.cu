@@ -25,9 +25,11 @@ cudaError_t with_kernel(const CrossEntropy& c, F&& f) {
 template <class Args>
 cudaError_t launch_rows(void (*kernel)(LossParams<Args>), const Args& a, cudaStream_t stream) {
   const int64_t vecs = (a.c.classes * size_of(a.c.x_dtype) + 15) / 16;
-  constexpr int kHeld = kUnroll<false> * kWarp;
-  const int64_t warps = (vecs + kHeld - 1) / kHeld;
-  const int threads = static_cast<int>(std::min<int64_t>(warps * kWarp, kLossThreads));
+  // Rounds of kUnroll vectors a thread, and as few threads as get by with them: 50257 classes of 16 bits are four
+  // rounds of 512 threads, the last for 35 of them alone, but all of 416.
+  constexpr int kRound = kUnroll<false> * kLossThreads;
+  const int64_t held = (vecs + kRound - 1) / kRound * kUnroll<false>;
+  const int threads = static_cast<int>((vecs + held * kWarp - 1) / (held * kWarp)) * kWarp;
   const int rows = threads == kWarp ? kNarrowRows : 1;
   const int64_t blocks = (a.c.rows + rows - 1) / rows;
   if (blocks > INT_MAX) return cudaErrorInvalidValue;

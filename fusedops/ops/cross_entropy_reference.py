@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._common import wide
+from ._common import TENSOR_TYPES, wide
 
 
 def class_dim(input: Tensor) -> int:
@@ -27,6 +27,16 @@ def cross_entropy_reference(
 ) -> Tensor:
     """Compute ``cross_entropy``; see there. ``inplace_backward`` is granted nothing: autograd has its own memory."""
     acc, dim = wide(input.dtype), class_dim(input)
+    if type(input) not in TENSOR_TYPES and not z_loss:  # such as DTensors, whose loss PyTorch knows as a whole alone
+        logits = input.to(acc)
+        return F.cross_entropy(
+            logits if softcap is None else softcap * torch.tanh(logits / softcap),
+            target.to(acc) if target.is_floating_point() else target,
+            None if weight is None else weight.to(acc),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
     logits, kept = input.to(acc), None
     if input.numel() == 0:
         losses = logits.sum(dim)
