@@ -307,6 +307,21 @@ def test_the_truth_is_not_rounded_to_the_dtypes_that_results_are_wanted_in():
     assert [record["status"] for record in ops.run_case(spec, case, "", options)] == ["ok", "ok"]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_waits_for_the_device_is_not_captured():
+    device = torch.device("cuda")
+    x = torch.ones(8, device=device)
+    with timing.side_stream(device):
+        assert timing.prepare(lambda: x.sum().item(), device).timer == "events"
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        assert timing.prepare(lambda: x + 1, device).timer == "graph"
+        big = torch.empty(1 << 26, device=device)
+        del big
+        torch.cuda.empty_cache()  # a capture that fails keeps the allocator from giving memory back
+        assert torch.cuda.memory_reserved() < before + (1 << 26)
+
+
 def test_timing_on_a_cpu():
     took = timing.measure(timing.prepare(lambda: torch.ones(8), CPU), 7)
     assert took.repeats == 7

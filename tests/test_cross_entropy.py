@@ -46,11 +46,13 @@ SHAPES = [((7,), ()), ((5, 7), (5,)), ((2, 7, 3), (2, 3)), ((2, 7, 3, 4), (2, 3,
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_is_pytorchs(reduction: str, weighted: bool, smoothing: float, backend: str) -> None:
+def test_is_pytorchs(reduction: str, weighted: bool, smoothing: float, backend: str, device: str) -> None:
     for (shape, indices), ignored in product(SHAPES, (-100, 2)):
         x = logits(*shape)
         classes = shape[min(1, len(shape) - 1)]
         target = torch.randint(classes, indices)
+        if not indices and device != "cpu":  # of one ignored row without a batch PyTorch's CUDA kernel makes 0, not NaN
+            target = target.where(target != ignored, 0)
         weight = torch.rand(classes) + 0.5 if weighted else None
         ours, theirs = both(x, target, weight, reduction=reduction, label_smoothing=smoothing, ignore_index=ignored)
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-5, atol=1e-5)
@@ -87,8 +89,9 @@ def test_loss_of_16_bits_is_fp32_also_under_autocast(dtype: torch.dtype, backend
     plain = cross_entropy(x, target)
     with torch.autocast(torch.device(device).type, dtype):
         cast = cross_entropy(x, target)
-        theirs = F.cross_entropy(x, target)
-    assert (plain.dtype, cast.dtype, theirs.dtype) == (F32, F32, F32)
+        assert F.cross_entropy(x, target).dtype is F32
+    theirs = F.cross_entropy(x.float(), target)  # on CUDA autocast takes the logarithm in 16 bits
+    assert (plain.dtype, cast.dtype) == (F32, F32)
     assert torch.equal(plain, cast)
     torch.testing.assert_close(cast, theirs)
     assert torch.autograd.grad(cast, x)[0].dtype is dtype

@@ -87,9 +87,15 @@ def prepare(call: Call, device: torch.device, capture: bool = True) -> Prepared:
 
 
 def _capture(call: Call) -> torch.cuda.CUDAGraph | None:
-    """Capture by hand: ``torch.cuda.graph`` collects garbage first, which costs more than the measurement."""
+    """Capture by hand: ``torch.cuda.graph`` collects garbage first, which costs more than the measurement.
+
+    What waits for the device is found before: once a capture has failed, PyTorch gives no memory back to the device.
+    """
+    torch.cuda.empty_cache()  # a capture can't
     graph = torch.cuda.CUDAGraph()
     try:
+        with _no_waiting():
+            call()
         graph.capture_begin()
         try:
             call()
@@ -101,6 +107,17 @@ def _capture(call: Call) -> torch.cuda.CUDAGraph | None:
         torch.cuda.synchronize()
         return None
     return graph
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Raise RuntimeError in a block where the host waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def measure(prepared: Prepared, repeats: int, burst: int = _BURST) -> Timing:
