@@ -39,6 +39,10 @@ template __global__ void norm_fwd_kernel<SumRow<bf16, bf16, bf16, false>, false,
 template __global__ void norm_fwd_kernel<SumRow<bf16, float, bf16, true>, true, 4>(FwdParams);
 template __global__ void norm_bwd_kernel<bf16, bf16, false, true, 8, 2>(BwdParams);
 template __global__ void norm_bwd_columns_kernel<float, float, false>(BwdParams);
+template __global__ void norm_fwd_kernel<ShiftedRow<bf16, bf16>, false, 4>(FwdParams);
+template __global__ void norm_fwd_kernel<ShiftedRow<float, float>, true, 4>(FwdParams);
+template __global__ void norm_bwd_kernel<bf16, bf16, false, false, 16, 1, true>(BwdParams);
+template __global__ void norm_bwd_kernel<float, float, true, false, 16, 1, true>(BwdParams);
 }
 """
 
@@ -94,9 +98,9 @@ def test_forward_reads_and_writes_rows_in_whole_vectors(kernels, kernel):
 
 # Bits of a copy of x and of dy, vectors of dx that a tile of a thread has, and those of its sums of dweight and dbias.
 BACKWARD = {
-    "norm_bwd_kernel<bf16, bf16, false, false, 8, 2>": (128, 128, 2, 4),
-    "norm_bwd_kernel<float, float, true, false, 16, 1>": (128, 128, 4, 8),
-    "norm_bwd_kernel<float, bf16, false, false, 16, 1>": (128, 64, 4, 8),
+    "norm_bwd_kernel<bf16, bf16, false, false, 8, 2, false>": (128, 128, 2, 4),
+    "norm_bwd_kernel<float, float, true, false, 16, 1, false>": (128, 128, 4, 8),
+    "norm_bwd_kernel<float, bf16, false, false, 16, 1, false>": (128, 64, 4, 8),
 }
 
 
@@ -132,6 +136,22 @@ def test_wide_rows_have_a_path_of_whole_vectors(kernels, kernel):
     assert set(widths(kernels[kernel], "store")) == {store, *single}
 
 
+@pytest.mark.parametrize(("dtype", "element"), [("bf16", 16), ("float", 32)])
+def test_shifted_rows_are_read_and_written_in_whole_vectors(kernels, dtype, element):
+    rms = "true" if dtype == "float" else "false"
+    forward = kernels[f"norm_fwd_kernel<ShiftedRow<{dtype}, {dtype}>, {rms}, 4>"]
+    bodies, vectors = 3, 4  # for weights of three dtypes
+    assert widths(forward, "stream") == {128: bodies * vectors * 2}, "two vectors of memory for each of columns"
+    stores = widths(forward, "store")
+    # One more vector where a warp's columns end, and single elements at the ends.
+    assert stores[128] == bodies * (vectors + 1)
+    assert set(stores) == {128, element, 32}
+    backward = kernels[f"norm_bwd_kernel<{dtype}, {dtype}, {rms}, false, 16, 1, true>"]
+    assert set(widths(backward, "copy")) == {128, 64}  # 64: of the weight
+    assert widths(backward, "store")[128] == 16 * element // 128 + 1
+    assert not widths(backward, "stream")
+
+
 # Bits of a vector of input, residual, sum and y.
 SUMS = {
     "norm_fwd_kernel<SumRow<bf16, bf16, bf16, false>, false, 2>": ({128}, {128}),
@@ -147,7 +167,7 @@ def test_sums_are_read_and_written_in_whole_vectors(kernels, kernel):
 
 
 def test_the_gradient_of_a_sum_is_copied_and_written_in_whole_vectors(kernels):
-    accesses = kernels["norm_bwd_kernel<bf16, bf16, false, true, 8, 2>"]
+    accesses = kernels["norm_bwd_kernel<bf16, bf16, false, true, 8, 2, false>"]
     assert set(widths(accesses, "copy")) == {64, 128}  # 64: of the weight
     assert set(widths(accesses, "store")) == {32, 128}
 

@@ -12,6 +12,9 @@ namespace fusedops::cuda {
 // Bytes of shared memory that kernels which ask for more at launch may have of their own.
 constexpr int kStaticSmem = 3 << 10;
 
+// Blocks of a cluster at most: as many as any GPU that has clusters takes.
+constexpr int kMostBlocks = 8;
+
 struct Device {
   int major;         // compute capability
   int sms;           // multiprocessors
@@ -40,10 +43,11 @@ inline Device current_device() {
 // Launches kernel(params). Where 48 KiB of shared memory may not do, all that a block can have is opted in to, not what
 // this launch needs: the setting is the kernel's, and other threads may launch it too. `overlap` lets the launch start
 // while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must
-// call wait_for_previous_kernel() before it touches that kernel's results.
+// call wait_for_previous_kernel() before it touches that kernel's results. `cluster`: neighbouring blocks that are one
+// cluster; only of a kernel that has_clusters().
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
-                   cudaStream_t stream, bool overlap = false) {
+                   cudaStream_t stream, bool overlap = false, int cluster = 1) {
   if (smem > (48u << 10) - kStaticSmem) {
     const cudaError_t refused =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -53,19 +57,59 @@ cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3
       return refused;
     }
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (overlap) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, params);
   if (status != cudaSuccess) cudaGetLastError();
   return status;
+}
+
+// Whether the code that was loaded for a kernel, not just the device, knows clusters of blocks.
+template <class Params>
+bool has_clusters(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return attributes.ptxVersion >= 90;
+}
+
+// Clusters of a kernel that has_clusters() which run at once.
+template <class Params>
+int clusters_at_once(void (*kernel)(Params), dim3 block, size_t smem, int cluster) {
+  cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       current_device().dynamic_smem);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster);
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return clusters;
 }
 
 inline const char* describe(cudaError_t status) { return status == cudaSuccess ? nullptr : cudaGetErrorString(status); }

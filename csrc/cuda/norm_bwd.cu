@@ -17,7 +17,7 @@ struct Shape {
   int elems;
   int rows;
 };
-constexpr Shape kShapes[] = {{8, 2}, {16, 1}, {24, 1}};
+constexpr Shape kShapes[] = {{8, 2}, {16, 1}, {24, 1}, {32, 1}};
 // Rows of fp32 are never faster in the first (5120 columns: 145 us, 137 in the second; H200).
 template <class x_t>
 constexpr int kFirstShape = sizeof(x_t) == 4 ? 1 : 0;
@@ -50,6 +50,8 @@ bool is_aligned(const NormBwd& n) {
 // What a launch will look like; the workspace is sized by the same plan.
 struct Plan {
   int elems;                // of the shape; 0: the wide kernels
+  bool shifted;             // the kernel of shifted rows
+  int blocks;               // of a row
   dim3 grid, block;         // of the kernel that makes the partial rows
   int stages, tiles_a_sum;  // as the kernel's
   int smem;
@@ -65,23 +67,38 @@ Plan make_plan(const NormBwd& n, const Device& device) {
   using acc_t = acc_of<x_t>;
   const int hidden = static_cast<int>(n.hidden);
   Plan plan{};
-  const auto fits = [&](auto index) {
+  const auto fits = [&](auto index, auto shifted) {
     constexpr Shape kShape = kShapes[decltype(index)::value];
-    const int threads = round_up((hidden + kShape.elems - 1) / kShape.elems, kWarp);
+    constexpr bool kShifted = decltype(shifted)::value;
+    const auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows, kShifted>;
     const int most_threads = bwd_max_threads<x_t, dy_t, kAdd, kShape.elems>(device.major);
+    const auto threads_for = [&](int blocks) {
+      return round_up((hidden + kShape.elems * blocks - 1) / (kShape.elems * blocks), kWarp);
+    };
+    int blocks = 1;
+    if (kHasClusters<kShape.elems, kShifted> && threads_for(1) > most_threads && has_clusters(kernel)) {
+      while (blocks < kMostBlocks && threads_for(blocks) > most_threads) blocks *= 2;
+    }
+    const int threads = threads_for(blocks);
     if (threads > most_threads) return false;
-    int groups = most_threads / threads;
+    int groups = blocks > 1 ? 1 : most_threads / threads;
     if (threads > kWarp) groups = std::min(groups, kMaxGroups);
     const int64_t tiles = (n.rows + kShape.rows - 1) / kShape.rows;
     groups = static_cast<int>(std::min<int64_t>(groups, (tiles + device.sms - 1) / device.sms));  // all SMs first
-    const BwdSmem<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows> layout(threads);
+    const BwdSmem<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows, kShifted> layout(threads);
     const auto room = [&](int stages, bool sums) { return layout.bytes(groups, stages, sums) <= device.dynamic_smem; };
     int stages = kBwdStages;
     while (stages > kBwdLeastStages<kShape.elems> && !room(stages, false)) --stages;
     while (groups > 1 && !room(stages, false)) --groups;
     if (!room(stages, false)) return false;
+    int64_t at_once = device.sms * kBlocksPerSm;
+    if (blocks > 1) {
+      at_once = clusters_at_once(kernel, dim3(threads), layout.bytes(groups, stages, false), blocks);
+      if (at_once == 0) return false;
+    }
     plan.elems = kShape.elems;
-    const int64_t at_once = device.sms * kBlocksPerSm;
+    plan.shifted = kShifted;
+    plan.blocks = blocks;
     const int64_t rows_at_once = at_once * groups;
     const bool sums = n.rows > rows_at_once * kMostAdditions && room(stages, true);
     const int64_t round =
@@ -89,22 +106,29 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     plan.tiles_a_sum = sums ? kSumRows / kShape.rows : 0;
     plan.partial_rows =
         static_cast<int>(std::min((tiles + groups - 1) / groups, (n.rows + round - 1) / round * at_once));
-    plan.grid = dim3(plan.partial_rows);
+    plan.grid = dim3(plan.partial_rows * blocks);
     plan.block = dim3(threads, groups);
     plan.stages = stages;
     plan.smem = layout.bytes(groups, stages, sums);
     return true;
   };
-  if ((!kAdd || kStagedAdd<x_t, dy_t>) && is_aligned<x_t, dy_t>(n) && n.rows < kMostRows) {
-    if constexpr (kFirstShape<x_t> == 0) {
-      // Rows of 16 bits that fill four groups and more just so are faster in the second: LayerNorm of 2048 columns 107
-      // us, not 112; add + LayerNorm 138, not 143 (H200).
-      const bool fours = hidden == 512 || hidden == 1024 || hidden == 2048;
-      if (!(sizeof(x_t) == 2 && fours) && fits(Int<0>())) return plan;
+  const bool aligned = is_aligned<x_t, dy_t>(n);
+  if constexpr (!kAdd || kStagedAdd<x_t, dy_t>) {
+    if (aligned && n.rows < kMostRows) {
+      if constexpr (kFirstShape<x_t> == 0) {
+        // Rows of 16 bits that fill four groups and more just so are faster in the second: LayerNorm of 2048 columns
+        // 107 us, not 112; add + LayerNorm 138, not 143 (H200).
+        const bool fours = hidden == 512 || hidden == 1024 || hidden == 2048;
+        if (!(sizeof(x_t) == 2 && fours) && fits(Int<0>(), Bool<false>())) return plan;
+      }
+      if constexpr (sizeof(x_t) != 8) {
+        if (fits(Int<1>(), Bool<false>()) || fits(Int<2>(), Bool<false>()) || fits(Int<3>(), Bool<false>()))
+          return plan;
+      }
     }
-    if constexpr (sizeof(x_t) != 8) {
-      if (fits(Int<1>()) || fits(Int<2>())) return plan;
-    }
+  }
+  if constexpr (!kAdd && sizeof(x_t) != 8) {
+    if (!aligned && n.rows < kMostRows && fits(Int<1>(), Bool<true>())) return plan;
   }
 
   const int columns = kWarp * vec_width<x_t, dy_t>;
@@ -118,12 +142,18 @@ Plan make_plan(const NormBwd& n, const Device& device) {
 }
 
 template <class x_t, class dy_t, bool kRms, bool kAdd>
-auto staged_kernel(int elems) {
+auto staged_kernel(const Plan& plan) {
   constexpr Shape kFirst = kShapes[kFirstShape<x_t>];
   auto kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kFirst.elems, kFirst.rows>;
   if constexpr (sizeof(x_t) != 8) {
-    if (elems == kShapes[1].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[1].elems, kShapes[1].rows>;
-    if (elems == kShapes[2].elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShapes[2].elems, kShapes[2].rows>;
+    const auto take = [&](auto index) {
+      constexpr Shape kShape = kShapes[decltype(index)::value];
+      if (plan.elems == kShape.elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows>;
+    };
+    take(Int<1>()), take(Int<2>()), take(Int<3>());
+    if constexpr (!kAdd) {
+      if (plan.shifted) kernel = norm_bwd_kernel<x_t, dy_t, kRms, false, kShapes[1].elems, kShapes[1].rows, true>;
+    }
   }
   return kernel;
 }
@@ -145,16 +175,17 @@ cudaError_t launch_bwd(const NormBwd& n, cudaStream_t stream) {
                     row_bytes(n.x_stride, n.x_dtype),
                     row_bytes(n.dy_stride, n.dy_dtype),
                     row_bytes(n.dsum_stride, n.x_dtype),
+                    plan.blocks,
                     plan.stages,
                     plan.tiles_a_sum};
   const int sums = (n.dweight != nullptr) + (n.dbias != nullptr);
   cudaError_t status = cudaSuccess;
   if (plan.elems) {
-    auto kernel = staged_kernel<x_t, dy_t, kRms, false>(plan.elems);
+    auto kernel = staged_kernel<x_t, dy_t, kRms, false>(plan);
     if constexpr (kStagedAdd<x_t, dy_t>) {
-      if (n.add) kernel = staged_kernel<x_t, dy_t, kRms, true>(plan.elems);
+      if (n.add) kernel = staged_kernel<x_t, dy_t, kRms, true>(plan);
     }
-    status = launch(kernel, p, plan.grid, plan.block, plan.smem, stream);
+    status = launch(kernel, p, plan.grid, plan.block, plan.smem, stream, false, plan.blocks);
   } else {
     if (n.dx || n.dinput) {
       const int vecs = (p.hidden + vec_width<x_t, dy_t> - 1) / vec_width<x_t, dy_t>;

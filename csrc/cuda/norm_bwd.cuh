@@ -18,8 +18,10 @@
 #pragma once
 
 #include "../norm.h"
+#include "dispatch.h"
 #include "launch.h"
 #include "reduce.cuh"
+#include "shifted.cuh"
 #include "vec.cuh"
 
 namespace fusedops::cuda {
@@ -32,6 +34,7 @@ struct BwdParams {
   int partial_rows;  // rows of each of dweight's and dbias' partial sums
   // Not of the wide kernels:
   uint64_t x_bytes, dy_bytes, dsum_bytes;  // from a row to the next
+  int blocks;                              // of a row, a cluster; then there is one group
   int stages;                              // tiles in shared memory a group
   int tiles_a_sum;                         // that join in registers before they join those in shared memory; 0: all
 };
@@ -40,6 +43,7 @@ struct BwdParams {
 // capability 10 on the compiler keeps more in registers.
 template <class x_t, class dy_t, bool kAdd, int kElems>
 __host__ __device__ constexpr int bwd_max_threads(int major) {
+  if (kElems > 24 && major < 8) return 256;  // where there is no memory for so many anyway
   if (sizeof(x_t) == 8 || kElems > 8) return 512;
   return kAdd || sizeof(x_t) < sizeof(dy_t) || major >= 10 ? 768 : 1024;
 }
@@ -54,18 +58,24 @@ constexpr int kCompiledMajor = 0;
 constexpr int kBwdStages = 2;
 template <int kElems>
 constexpr int kBwdLeastStages = kElems > 16 ? 1 : kBwdStages;
+// Whether rows may have several blocks: those of the widest shape, and shifted ones.
+template <int kElems, bool kShifted>
+constexpr bool kHasClusters = kShifted || kElems > 24;
 
 // Shared memory of the main kernel, for the kernel and its launcher:
 //   weight      acc_t [cols], in the order in which a warp's threads read it: [warp][vector][part of 16 bytes][thread]
-//   x, dy, dsum [group][stage][warp][tensor][row][vector][thread]; dsum: in an add + norm
+//   x, dy, dsum [group][stage][warp][tensor][row][vector][thread]; dsum: in an add + norm; a row of shifted ones, which
+//               is kept as memory has it, is a vector longer
 //   after the last row, in place of the latter: acc_t [group][cols], the groups' sums
 //   dweight, dbias acc_t [group][sum][cols], as the weight, where there are more tiles than registers may add up
-template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows>
+template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows, bool kShifted = false>
 struct BwdSmem {
   using acc_t = acc_of<x_t>;
-  // Of a warp's part of a stage: where dy and dsum begin, and where it ends.
-  static constexpr int kDy = kRows * kElems * kWarp * static_cast<int>(sizeof(x_t));
-  static constexpr int kDsum = kDy + kRows * kElems * kWarp * static_cast<int>(sizeof(dy_t));
+  // Of a warp's part of a stage: bytes of a row of x and of dy, where dy and dsum begin, and where it ends.
+  static constexpr int kXRow = kElems * kWarp * static_cast<int>(sizeof(x_t)) + (kShifted ? 16 : 0);
+  static constexpr int kDyRow = kElems * kWarp * static_cast<int>(sizeof(dy_t)) + (kShifted ? 16 : 0);
+  static constexpr int kDy = kRows * kXRow;
+  static constexpr int kDsum = kDy + kRows * kDyRow;
   static constexpr int kWarpBytes = kDsum + (kAdd ? kDy : 0);
   int cols;  // of a row, padded to what its threads hold
 
@@ -125,6 +135,21 @@ __device__ inline void move_parts(acc_t* p, acc_t (&x)[kN]) {
   for (int j = 0; j < kN; ++j) x[j] = 0;
 }
 
+// Adds up kN sums of a cluster's blocks, in their order; every thread gets all of them.
+template <int kN, class acc_t>
+__device__ inline void sum_blocks(acc_t (&sums)[kN], acc_t (*exchange)[kN], int blocks) {
+  if (threadIdx.x < blocks) {
+#pragma unroll
+    for (int k = 0; k < kN; ++k) store_to_block(&exchange[cluster_rank()][k], threadIdx.x, sums[k]);
+  }
+  sync_cluster();
+#pragma unroll
+  for (int k = 0; k < kN; ++k) {
+    sums[k] = 0;
+    for (int block = 0; block < blocks; ++block) sums[k] += exchange[block][k];
+  }
+}
+
 // Stores the gradients of both summands of a row of an add + norm; `dx` is that of the sum.
 template <int kN, class acc_t>
 __device__ inline void store_summands(const BwdParams& p, int64_t row, int col, bool aligned, acc_t (&dx)[kN]) {
@@ -145,8 +170,9 @@ __device__ inline void store_summands(const BwdParams& p, int64_t row, int col, 
 }
 
 // blockDim.x threads a row, each with kElems of its elements; blockDim.y groups, each with its own rows and barrier.
-// Every access is of a whole, aligned vector.
-template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows>
+// Every access is of a whole, aligned vector. Shifted rows may begin anywhere: threads read what others of their warp
+// copied.
+template <class x_t, class dy_t, bool kRms, bool kAdd, int kElems, int kRows, bool kShifted = false>
 __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kCompiledMajor), 1)
     norm_bwd_kernel(const BwdParams p) {
   using acc_t = acc_of<x_t>;
@@ -155,17 +181,23 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   constexpr int kSums = kRms ? kRows : 2 * kRows;  // a tile's Σ g·x̂, then its Σ g
   using XVec = Vec<x_t, kVec>;
   using DyVec = Vec<dy_t, kVec>;
-  using Smem = BwdSmem<x_t, dy_t, kRms, kAdd, kElems, kRows>;
+  using Smem = BwdSmem<x_t, dy_t, kRms, kAdd, kElems, kRows, kShifted>;
+  static_assert(!kShifted || (!kAdd && kRows == 1));
   unsigned char* smem = dynamic_smem();
   __shared__ Exchange<acc_t, kSums> exchange[2];
-  static_assert(sizeof exchange <= kStaticSmem);
+  __shared__ acc_t of_blocks[2][kMostBlocks][kSums];
+  static_assert(sizeof exchange + sizeof of_blocks <= kStaticSmem);
 
   const Smem layout(blockDim.x);
+  constexpr bool kClusters = kHasClusters<kElems, kShifted>;
+  const int begin = kClusters && p.blocks > 1 ? cluster_rank() * layout.cols : 0;  // of the block's columns
+  const unsigned block = kClusters ? blockIdx.x / p.blocks : blockIdx.x;
+  const unsigned blocks = kClusters ? gridDim.x / p.blocks : gridDim.x;
   const int stages = kBwdLeastStages<kElems> < kBwdStages ? p.stages : kBwdStages;
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   // A warp's columns lie together: a thread's vectors are a constant apart.
-  const int first_col = (warp * kVecs * kWarp + lane) * kVec;
+  const int warp_first = begin + warp * kElems * kWarp, first_col = warp_first + lane * kVec;
   const auto column = [&](int i) { return first_col + i * kWarp * kVec; };
   const auto inside = [&](int i) { return column(i) < p.hidden; };
 
@@ -176,15 +208,43 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   unsigned char* ring = smem + layout.weight_bytes() + group * stages * layout.stage_bytes() + warp * Smem::kWarpBytes;
   // Slots of this thread; `stage` is an offset in bytes.
   const auto x_slot = [&](int stage, int q, int i) {
-    return ring + stage + (lane + (q * kVecs + i) * kWarp) * static_cast<int>(sizeof(XVec));
+    return ring + stage + q * Smem::kXRow + (lane + i * kWarp) * static_cast<int>(sizeof(XVec));
   };
   const auto dy_slot = [&](int stage, int q, int i) {
-    return ring + stage + Smem::kDy + (lane + (q * kVecs + i) * kWarp) * static_cast<int>(sizeof(DyVec));
+    return ring + stage + Smem::kDy + q * Smem::kDyRow + (lane + i * kWarp) * static_cast<int>(sizeof(DyVec));
   };
   const auto dsum_slot = [&](int stage, int q, int i) { return x_slot(stage, q, i) + Smem::kDsum; };
-  // The elements of a vector of dy, by index: converted where they are used, or registers spill.
-  const auto dy_at = [&](int stage, int q, int i) {
-    const auto dy = load<DyVec>(dy_slot(stage, q, i));
+  // Row numbers of 32 bits, so that an address takes few instructions.
+  const int rows = static_cast<int>(p.n.rows);
+  const int step = blocks * blockDim.y * kRows;
+  // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
+  const int first = (group * blocks + block) * kRows;
+  const auto my_row = [&](const void* tensor, int element_bytes) {
+    return static_cast<const unsigned char*>(tensor) + first_col * element_bytes;
+  };
+  const unsigned char* const x_rows = my_row(p.n.x, sizeof(x_t));
+  const unsigned char* const dy_rows = my_row(p.n.dy, sizeof(dy_t));
+  const auto row_of = [](const unsigned char* rows, int row, uint64_t bytes) {
+    return rows + static_cast<unsigned>(row) * bytes;
+  };
+  // Of row number `row`, in a stage: a vector of x, and the elements of one of dy by index, which are converted where
+  // they are used, or registers spill.
+  const auto x_at = [&](int stage, int row, int q, int i) {
+    const unsigned char* slot = x_slot(stage, q, i);
+    if constexpr (kShifted) {
+      const auto* at = reinterpret_cast<const x_t*>(row_of(x_rows, row + q, p.x_bytes));
+      return join_vectors(load<XVec>(slot), load<XVec>(slot + sizeof(XVec)), shift_of<XVec>(at));
+    } else {
+      return load<XVec>(slot);
+    }
+  };
+  const auto dy_at = [&](int stage, int row, int q, int i) {
+    const unsigned char* slot = dy_slot(stage, q, i);
+    auto dy = load<DyVec>(slot);
+    if constexpr (kShifted) {
+      const auto* at = reinterpret_cast<const dy_t*>(row_of(dy_rows, row + q, p.dy_bytes));
+      dy = join_vectors(dy, load<DyVec>(slot + sizeof(DyVec)), shift_of<DyVec>(at));
+    }
     if constexpr (kAdd) {
       acc_t d[kVec];
       widen(dy, d);
@@ -195,33 +255,40 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
     }
   };
 
-  // Row numbers of 32 bits, so that an address takes few instructions.
-  const int rows = static_cast<int>(p.n.rows);
-  const int step = gridDim.x * blockDim.y * kRows;
-  // Neighbouring tiles go to different blocks, so that those of the last, incomplete round load all SMs alike.
-  const int first = (group * gridDim.x + blockIdx.x) * kRows;
-  const auto my_row = [&](const void* tensor, int element_bytes) {
-    return static_cast<const unsigned char*>(tensor) + first_col * element_bytes;
-  };
-  const unsigned char* const x_rows = my_row(p.n.x, sizeof(x_t));
-  const unsigned char* const dy_rows = my_row(p.n.dy, sizeof(dy_t));
-  const auto row_of = [](const unsigned char* rows, int row, uint64_t bytes) {
-    return rows + static_cast<unsigned>(row) * bytes;
-  };
   // What lies past the last row or a row's end is zero.
   const auto fetch_tile = [&](int row, int stage) {
 #pragma unroll
     for (int q = 0; q < kRows; ++q) {
       const unsigned char* x_row = row_of(x_rows, row + q, p.x_bytes);
       const unsigned char* dy_row = row_of(dy_rows, row + q, p.dy_bytes);
+      if constexpr (kShifted) {
+        const bool valid = row + q < rows;
+        const auto fetch = [&](auto example, unsigned char* slot, const unsigned char* from) {
+          using T = typename decltype(example)::type;
+          using V = Vec<T, kVec>;
+          const int shift = shift_of<V>(reinterpret_cast<const T*>(from));
+          const int left = valid ? p.hidden - first_col + shift : 0;
+          // The first thread brings what the last needs beyond its own.
 #pragma unroll
-      for (int i = 0; i < kVecs; ++i) {
-        const bool valid = row + q < rows && inside(i);
-        start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + i * kWarp * sizeof(XVec), valid);
-        start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + i * kWarp * sizeof(DyVec), valid);
-        if (kAdd && p.n.dsum) {
-          const unsigned char* dsum_row = row_of(my_row(p.n.dsum, sizeof(x_t)), row + q, p.dsum_bytes);
-          start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + i * kWarp * sizeof(XVec), valid);
+          for (int i = 0; i <= kVecs; ++i) {
+            if (i == kVecs && lane > 0) break;
+            const int bytes = min(max(left - i * kWarp * kVec, 0), kVec) * static_cast<int>(sizeof(T));
+            start_copy_of<sizeof(V)>(slot + i * kWarp * sizeof(V), from - shift * sizeof(T) + i * kWarp * sizeof(V),
+                                     bytes);
+          }
+        };
+        fetch(Type<x_t>(), x_slot(stage, q, 0), x_row);
+        fetch(Type<dy_t>(), dy_slot(stage, q, 0), dy_row);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+          const bool valid = row + q < rows && inside(i);
+          start_copy<sizeof(XVec)>(x_slot(stage, q, i), x_row + i * kWarp * sizeof(XVec), valid);
+          start_copy<sizeof(DyVec)>(dy_slot(stage, q, i), dy_row + i * kWarp * sizeof(DyVec), valid);
+          if (kAdd && p.n.dsum) {
+            const unsigned char* dsum_row = row_of(my_row(p.n.dsum, sizeof(x_t)), row + q, p.dsum_bytes);
+            start_copy<sizeof(XVec)>(dsum_slot(stage, q, i), dsum_row + i * kWarp * sizeof(XVec), valid);
+          }
         }
       }
     }
@@ -241,12 +308,21 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   // bf16 columns and 5 at fp32's, and whole vectors of it in registers spilled.
   const int last_stage = (stages - 1) * layout.stage_bytes();
   unsigned char* raw_weight = smem + layout.weight_bytes() + last_stage;
-  if (p.n.weight) {
-    constexpr int kBytes = 8;  // what is aligned to that in every mix of dtypes
+  constexpr int kWeightBytes = 8;  // what is aligned to that in every mix of dtypes
+  const bool copies_weight = !kShifted || reinterpret_cast<uintptr_t>(p.n.weight) % kWeightBytes == 0;
+  const int here = kClusters ? min(p.hidden - begin, layout.cols) : p.hidden;  // columns of the block
+  const unsigned char* weight_at = static_cast<const unsigned char*>(p.n.weight) + begin * size_of(p.n.weight_dtype);
+  if (p.n.weight && copies_weight) {
+    const int bytes = here * size_of(p.n.weight_dtype);
 #pragma unroll 1
-    for (int at = (group * blockDim.x + threadIdx.x) * kBytes; at < p.hidden * size_of(p.n.weight_dtype);
-         at += blockDim.x * blockDim.y * kBytes) {
-      start_copy<kBytes>(raw_weight + at, static_cast<const unsigned char*>(p.n.weight) + at);
+    for (int at = (group * blockDim.x + threadIdx.x) * kWeightBytes; at < bytes;
+         at += blockDim.x * blockDim.y * kWeightBytes) {
+      const unsigned char* from = weight_at + at;
+      if constexpr (kShifted) {
+        start_copy_of<kWeightBytes>(raw_weight + at, from, min(bytes - at, kWeightBytes));
+      } else {
+        start_copy<kWeightBytes>(raw_weight + at, from);
+      }
     }
   }
   commit_copies();
@@ -255,8 +331,9 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   __syncthreads();
   for (int col = group * blockDim.x + threadIdx.x; col < layout.cols; col += blockDim.x * blockDim.y) {
     acc_t w = 0;
-    if (col < p.hidden) {
-      w = p.n.weight ? load_element(raw_weight, p.n.weight_dtype, col, acc_t(0)) + static_cast<acc_t>(p.n.weight_offset)
+    if (col < here) {
+      const void* from = copies_weight ? raw_weight : weight_at;
+      w = p.n.weight ? load_element(from, p.n.weight_dtype, col, acc_t(0)) + static_cast<acc_t>(p.n.weight_offset)
                      : acc_t(1);
     }
     const int part = col % kVec / kPart, thread = col / kVec % kWarp, vector = col / (kVec * kWarp);
@@ -282,10 +359,12 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   int stage = 0, turn = 0, tiles_left = p.tiles_a_sum;
   for (int row = first; row < rows; row += step) {
     const int refill = last_stage - stage;
+    if constexpr (kShifted) __syncwarp();  // before others' copies overwrite what this thread has yet to read
     fetch_tile(stages > 1 ? row + step : row, refill);
     acc_t next_mean[kRows], next_rstd[kRows];
     load_stats(row + step, next_mean, next_rstd);
     wait_ahead();
+    if constexpr (kShifted) __syncwarp();  // what others copied is there too
 
     acc_t sums[kSums] = {};
 #pragma unroll
@@ -294,12 +373,13 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
       load_parts(my_weight + i * kWarp * kVec, w);
 #pragma unroll
       for (int q = 0; q < kRows; ++q) {
-        const auto x = load<XVec>(x_slot(stage, q, i));
-        const auto dy = dy_at(stage, q, i);
+        const auto x = x_at(stage, row, q, i);
+        const auto dy = dy_at(stage, row, q, i);
         const acc_t scale = inside(i) ? rstd[q] : acc_t(0);  // 0 - mean may be too much for it: inf * 0 is NaN
+        const int left = p.hidden - column(i);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          const acc_t xhat = (element(x, j) - mean[q]) * scale;
+          const acc_t xhat = (element(x, j) - mean[q]) * (!kShifted || j < left ? scale : acc_t(0));
           const acc_t d = dy(j), g = d * w[j];
           dweight[i][j] += d * xhat;
           if constexpr (!kRms) dbias[i][j] += d;
@@ -309,6 +389,9 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
       }
     }
     row_sum_each(sums, exchange[turn], group * warps, warps, group + 1);
+    if constexpr (kClusters) {
+      if (p.blocks > 1) sum_blocks(sums, of_blocks[turn], p.blocks);
+    }
     turn ^= 1;
 
     if (p.n.dx || (kAdd && p.n.dinput)) {
@@ -318,16 +401,18 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
         slope[q] = sums[q] * inverse_hidden * rstd[q];
         mean_g[q] = kRms ? acc_t(0) : sums[kSums - kRows + q] * inverse_hidden;
       }
+      x_t* dx_first = static_cast<x_t*>(p.n.dx) + static_cast<int64_t>(row) * p.hidden;
+      ShiftedStore<x_t, kVec> shifted(dx_first, warp_first, min(warp_first + kElems * kWarp, p.hidden));
 #pragma unroll(kAdd ? 1 : kVecs)
       for (int i = 0; i < kVecs; ++i) {
-        if (!inside(i)) continue;
+        if (!kShifted && !inside(i)) continue;
         acc_t w[kVec];
         load_parts(my_weight + i * kWarp * kVec, w);
 #pragma unroll
         for (int q = 0; q < kRows; ++q) {
           if (row + q >= rows) continue;
-          const auto x = load<XVec>(x_slot(stage, q, i));
-          const auto dy = dy_at(stage, q, i);
+          const auto x = x_at(stage, row, q, i);
+          const auto dy = dy_at(stage, row, q, i);
           acc_t dx[kVec];
 #pragma unroll
           for (int j = 0; j < kVec; ++j) {
@@ -339,12 +424,17 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
           } else {
             XVec out;
             narrow(dx, out);
-            unsigned char* dx_row = static_cast<unsigned char*>(p.n.dx) + first_col * sizeof(x_t) +
-                                    static_cast<int64_t>(row + q) * (p.hidden * static_cast<int>(sizeof(x_t)));
-            store(dx_row + i * kWarp * sizeof(XVec), out);
+            if constexpr (kShifted) {
+              shifted(column(i), out);
+            } else {
+              unsigned char* dx_row = static_cast<unsigned char*>(p.n.dx) + first_col * sizeof(x_t) +
+                                      static_cast<int64_t>(row + q) * (p.hidden * static_cast<int>(sizeof(x_t)));
+              store(dx_row + i * kWarp * sizeof(XVec), out);
+            }
           }
         }
       }
+      if constexpr (kShifted) shifted.finish(warp_first + kElems * kWarp);
     }
 #pragma unroll
     for (int q = 0; q < kRows; ++q) {
@@ -374,12 +464,19 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   acc_t* sums = reinterpret_cast<acc_t*>(smem + layout.weight_bytes());  // [group][cols]
   acc_t* partial = static_cast<acc_t*>(p.n.workspace);                   // [dweight, dbias][partial_rows][hidden]
   const auto write_partial = [&](const acc_t(&mine)[kVecs][kVec]) {
-    acc_t* row = partial + static_cast<int64_t>(blockIdx.x) * p.hidden;
+    acc_t* row = partial + static_cast<int64_t>(block) * p.hidden;
     partial += static_cast<int64_t>(p.partial_rows) * p.hidden;
     if (blockDim.y == 1) {
 #pragma unroll
       for (int i = 0; i < kVecs; ++i) {
-        if (inside(i)) store_parts<1>(row + column(i), mine[i]);
+        if constexpr (kShifted) {
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            if (column(i) + j < p.hidden) row[column(i) + j] = mine[i][j];
+          }
+        } else if (inside(i)) {
+          store_parts<1>(row + column(i), mine[i]);
+        }
       }
       return;
     }
@@ -443,13 +540,23 @@ __global__ void __launch_bounds__(kFinishThreads, 1) norm_bwd_finish_kernel(cons
   }
 }
 
+// kN elements of a row wherever it begins; zero past its end.
+template <class T, int kN>
+__device__ inline Vec<T, kN> load_columns(const T* row, int col, int left, bool aligned) {
+  if (aligned) return load_row<T, kN>(row, col, left, true);
+  ShiftedLoad<T, kN> loaded;
+  const int shift = shift_of<Vec<T, kN>>(row);
+  loaded.start(row, shift, col, left);
+  return loaded.take(shift);
+}
+
 // kN elements of a row's dy, with what post-norm mode adds; zero past the row's end.
 template <class x_t, class dy_t, int kN, class acc_t>
 __device__ inline void load_dy(const BwdParams& p, int64_t row, int col, int left, acc_t (&d)[kN]) {
-  widen(load_row<dy_t, kN>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned), d);
+  widen(load_columns<dy_t, kN>(static_cast<const dy_t*>(p.n.dy) + row * p.n.dy_stride, col, left, p.aligned), d);
   if (!p.n.post_norm) return;
   const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
-  add_widened(load_row<x_t, kN>(dsum_row, col, left, p.aligned), d);
+  add_widened(load_columns<x_t, kN>(dsum_row, col, left, p.aligned), d);
 }
 
 // dx of rows that are wider than the registers of a block, or not aligned: one block a row, which it reads twice.
@@ -469,7 +576,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];
     const auto read = [&](int i, acc_t(&xhat)[kVec], acc_t(&g)[kVec]) {
       const int col = i * kVec, left = p.hidden - col;
-      widen(load_row<x_t, kVec>(x_row, col, left, p.aligned), xhat);
+      widen(load_columns<x_t, kVec>(x_row, col, left, p.aligned), xhat);
       load_dy<x_t, dy_t>(p, row, col, left, g);
       acc_t w[kVec];
       if (p.n.weight) load_param(p.n.weight, p.n.weight_dtype, col, left, p.aligned, w);
@@ -512,7 +619,7 @@ __global__ void __launch_bounds__(kBwdWideThreads, 1) norm_bwd_wide_kernel(const
       }
       if (p.n.dsum && !p.n.post_norm) {
         const x_t* dsum_row = static_cast<const x_t*>(p.n.dsum) + row * p.n.dsum_stride;  // [hidden]
-        add_widened(load_row<x_t, kVec>(dsum_row, col, left, p.aligned), g);
+        add_widened(load_columns<x_t, kVec>(dsum_row, col, left, p.aligned), g);
       }
       store_summands(p, row, col, p.aligned, g);
     }
@@ -532,7 +639,7 @@ __global__ void __launch_bounds__(kWarp* kColumnRows, 1) norm_bwd_columns_kernel
 #pragma unroll 2
   for (int64_t row = blockIdx.y * kColumnRows + threadIdx.y; row < p.n.rows; row += gridDim.y * kColumnRows) {
     acc_t x[kVec], dy[kVec];
-    widen(load_row<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned), x);
+    widen(load_columns<x_t, kVec>(static_cast<const x_t*>(p.n.x) + row * p.n.x_stride, col, left, p.aligned), x);
     load_dy<x_t, dy_t>(p, row, col, left, dy);
     const acc_t mean = kRms ? acc_t(0) : static_cast<const acc_t*>(p.n.mean)[row];
     const acc_t rstd = static_cast<const acc_t*>(p.n.rstd)[row];

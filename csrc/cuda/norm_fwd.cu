@@ -14,19 +14,31 @@ namespace {
 
 constexpr int kNarrowRows = 4;  // rows a block where a warp does a row
 constexpr int kWideThreads = 1024;
+constexpr int kBlocksVecs = 4;
+constexpr int kBlocksThreads = 256;  // of a block, beyond which a row rather has several
 
 int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 template <int kVec>
-bool is_aligned(const NormFwd& n) {
-  const auto fits = [&](const void* p, DType dtype) {
-    return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size_of(dtype)) == 0;
-  };
-  const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
-  return n.hidden % kVec == 0 && strided(n.x_stride) && fits(n.x, n.x_dtype) && fits(n.y, n.y_dtype) &&
-         fits(n.weight, n.weight_dtype) && fits(n.bias, n.bias_dtype) && strided(n.residual_stride) &&
-         fits(n.residual, n.residual_dtype) && fits(n.sum, n.sum_dtype) && fits(n.residual_out, n.sum_dtype);
+bool fits(const void* p, DType dtype) {
+  return reinterpret_cast<uintptr_t>(p) % std::min(16, kVec * size_of(dtype)) == 0;
 }
+
+template <int kVec>
+bool has_aligned_params(const NormFwd& n) {
+  return fits<kVec>(n.weight, n.weight_dtype) && fits<kVec>(n.bias, n.bias_dtype);
+}
+
+template <int kVec>
+bool is_aligned(const NormFwd& n) {
+  const auto strided = [&](int64_t stride) { return n.rows == 1 || stride % kVec == 0; };
+  return n.hidden % kVec == 0 && strided(n.x_stride) && fits<kVec>(n.x, n.x_dtype) && fits<kVec>(n.y, n.y_dtype) &&
+         has_aligned_params<kVec>(n) && strided(n.residual_stride) && fits<kVec>(n.residual, n.residual_dtype) &&
+         fits<kVec>(n.sum, n.sum_dtype) && fits<kVec>(n.residual_out, n.sum_dtype);
+}
+
+// So few rows that each has an SM of its own.
+bool is_few(int64_t rows) { return rows <= current_device().sms; }
 
 // Vectors a thread holds: as few as let a warp do the row, else four; three where that leaves no thread idle; six where
 // two rows fit an SM with six but not with four (fp32 12288: 86 % of the copy, 76 % with four). Sums, of two vectors
@@ -55,15 +67,39 @@ bool launch_rows(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
                       : held == 3 ? norm_fwd_kernel<Row, kRms, 3>
                       : held == 4 ? norm_fwd_kernel<Row, kRms, 4>
                                   : norm_fwd_kernel<Row, kRms, kFwdVecs<Row>>;
-  const FwdParams p{n, hidden, 1.0f / hidden, true, false};
+  const FwdParams p{n, hidden, 1.0f / hidden, true, false, 1, is_few(n.rows)};
   status = launch(kernel, p, dim3(static_cast<unsigned>(grid_for(rows))), dim3(threads, rows), 0, stream);
+  return true;
+}
+
+// Rows in registers that are too wide for one block, or begin anywhere.
+template <class Row, bool kRms>
+bool launch_blocks(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
+  const int hidden = static_cast<int>(n.hidden);
+  const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
+  int held = kBlocksVecs;
+  auto kernel = norm_fwd_kernel<Row, kRms, kBlocksVecs>;
+  if constexpr (Row::kShifted) {
+    if (vecs <= kWarp) held = 1, kernel = norm_fwd_kernel<Row, kRms, 1>;
+  }
+  const auto threads_for = [&](int blocks) { return round_up((vecs + held * blocks - 1) / (held * blocks), kWarp); };
+  int blocks = 1;
+  if (threads_for(1) > kBlocksThreads && has_clusters(kernel)) {
+    while (blocks < kMostBlocks && threads_for(blocks) > kBlocksThreads) blocks *= 2;
+  }
+  const int threads = threads_for(blocks), rows = threads == kWarp ? kNarrowRows : 1;
+  const int64_t grid = (n.rows + rows - 1) / rows * blocks;
+  const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);
+  if (!one_dtype || threads > kFwdThreads<Row> || grid > INT_MAX) return false;
+  const FwdParams p{n, hidden, 1.0f / hidden, has_aligned_params<Row::kVec>(n), false, blocks, is_few(n.rows)};
+  status = launch(kernel, p, dim3(static_cast<unsigned>(grid)), dim3(threads, rows), 0, stream, false, blocks);
   return true;
 }
 
 template <class Row, bool kRms>
 cudaError_t launch_wide(const NormFwd& n, cudaStream_t stream) {
   const int hidden = static_cast<int>(n.hidden);
-  FwdParams p{n, hidden, 1.0f / hidden, is_aligned<Row::kVec>(n), false};
+  FwdParams p{n, hidden, 1.0f / hidden, is_aligned<Row::kVec>(n), false, 1, false};
   const int vecs = (hidden + Row::kVec - 1) / Row::kVec;
   const int64_t row_bytes = vecs * static_cast<int64_t>(sizeof(typename Row::Kept));
   p.staged = row_bytes <= current_device().dynamic_smem;
@@ -76,7 +112,10 @@ template <class x_t, class y_t, bool kRms>
 cudaError_t launch_norm(const NormFwd& n, cudaStream_t stream) {
   using Row = InputRow<x_t, y_t>;
   cudaError_t status;
-  return launch_rows<Row, kRms>(n, stream, status) ? status : launch_wide<Row, kRms>(n, stream);
+  const bool served = launch_rows<Row, kRms>(n, stream, status) ||
+                      (is_aligned<Row::kVec>(n) ? launch_blocks<WideRow<x_t, y_t>, kRms>(n, stream, status)
+                                                : launch_blocks<ShiftedRow<x_t, y_t>, kRms>(n, stream, status));
+  return served ? status : launch_wide<Row, kRms>(n, stream);
 }
 
 // Rows in registers are compiled for what models use: 16-bit input, output and parameters of a 16-bit or an fp32

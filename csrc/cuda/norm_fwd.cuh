@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "launch.h"
 #include "norm_rows.cuh"
 #include "reduce.cuh"
 
@@ -16,7 +17,7 @@ namespace fusedops::cuda {
 // Threads at most of a row in registers: 64 registers each; 128 where they hold fp64, or two rows and perhaps random
 // bits.
 template <class Row>
-constexpr int kFwdThreads = sizeof(typename Row::acc_t) == 8 || Row::kStores ? 512 : 1024;
+constexpr int kFwdThreads = sizeof(typename Row::acc_t) == 8 || Row::kStores || Row::kClusters ? 512 : 1024;
 // 16-byte vectors a thread holds at most: four, or six of four elements.
 template <class Row>
 constexpr int kFwdVecs = Row::kVec == 4 ? 6 : 4;
@@ -27,6 +28,8 @@ struct FwdParams {
   float inverse_hidden;
   bool aligned;  // every access of a whole vector is an aligned one
   bool staged;   // wide rows: the row fits in shared memory
+  int blocks;    // of a row, a cluster
+  bool few;      // rows: there is time to ask for the parameters before the row is known
 };
 
 __device__ inline float inverse_sqrt(float x) { return rsqrtf(x); }
@@ -72,8 +75,35 @@ __device__ inline acc_t join_warps(acc_t (*exchange)[2], acc_t inverse_hidden, C
   return shift;
 }
 
+// Makes a row's mean and sum of squares of those of its blocks, of `cols` columns each; returns how far the block's
+// mean was off.
+template <bool kRms, class acc_t>
+__device__ inline acc_t join_blocks(acc_t (*exchange)[2], const FwdParams& p, int cols, acc_t inverse_hidden,
+                                    acc_t& mean, acc_t& squares) {
+  if (threadIdx.x < p.blocks) {
+    store_to_block(&exchange[cluster_rank()][0], threadIdx.x, mean);
+    store_to_block(&exchange[cluster_rank()][1], threadIdx.x, squares);
+  }
+  sync_cluster();
+  const auto count = [&](int block) { return static_cast<acc_t>(min(max(p.hidden - block * cols, 0), cols)); };
+  acc_t row_mean = 0, row_squares = 0;
+  if constexpr (!kRms) {
+    for (int block = 0; block < p.blocks; ++block) row_mean += exchange[block][0] * count(block);
+    row_mean *= inverse_hidden;
+  }
+  for (int block = 0; block < p.blocks; ++block) {
+    const acc_t off = kRms ? acc_t(0) : exchange[block][0] - row_mean;
+    row_squares += exchange[block][1] + off * (off * count(block));
+  }
+  const acc_t shift = mean - row_mean;
+  mean = row_mean;
+  squares = row_squares;
+  return shift;
+}
+
 // One row in the registers of blockDim.x threads, kVecs vectors each. A warp's columns lie together, so a thread's
-// vectors are a constant apart. kWhole: every vector is in the row. weight and bias are param_t, 16-byte aligned.
+// vectors are a constant apart. kWhole: every vector is in the row. weight and bias are param_t, 16-byte aligned. A
+// shifted row may begin anywhere, end anywhere, and have several blocks.
 //
 // Instructions are the limit in 16 bits, not loads under way: with strided columns, a test at each access and
 // parameters of any dtype, 8192 x 2048 bf16 ran at 66 % of the copy; so it runs at 89 % (H200).
@@ -82,15 +112,23 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
   using acc_t = typename Row::acc_t;
   using y_t = typename Row::y_t;
   constexpr int kVec = Row::kVec;
-  constexpr int kApart = kWarp * kVec;      // columns from one vector of a thread to the next
-  constexpr int kColumns = kVecs * kApart;  // of a warp
-  const int warp = threadIdx.x / kWarp;
-  const int first = warp * kColumns + threadIdx.x % kWarp * kVec;
+  constexpr int kApart = kWarp * kVec;                           // columns from one vector of a thread to the next
+  constexpr int kColumns = kVecs * kApart;                       // of a warp
+  const bool alone = blockDim.x == kWarp;                        // its mean is the block's
+  const int cols = static_cast<int>(blockDim.x) * kVecs * kVec;  // of a block
+  const int begin = Row::kClusters && p.blocks > 1 ? cluster_rank() * cols : 0;  // of this one
+  const int warp_first = begin + static_cast<int>(threadIdx.x) / kWarp * kColumns;
+  const int first = warp_first + threadIdx.x % kWarp * kVec;
   const int left = p.hidden - first;
   const auto valid = [&](int i) { return kWhole || left > i * kApart; };
-  const auto count = [&](int w) { return kWhole ? kColumns : min(max(p.hidden - w * kColumns, 0), kColumns); };
+  const auto within = [&](int i, int j) { return left > i * kApart + j; };
+  const auto all_valid = [&](int i) { return Row::kShifted ? left >= i * kApart + kVec : valid(i); };
+  const auto count = [&](int w) { return kWhole ? kColumns : min(max(p.hidden - begin - w * kColumns, 0), kColumns); };
+  const int warp = threadIdx.x / kWarp;
   const auto inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
 
+  const param_t* weight = static_cast<const param_t*>(p.n.weight);
+  const param_t* bias = static_cast<const param_t*>(p.n.bias);
   const Row source(p.n, row);
   typename Row::Loaded loaded[kVecs];
 #pragma unroll
@@ -99,6 +137,13 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
       loaded[i] = source.load(first + i * kApart);
     } else {
       memset(&loaded[i], 0, sizeof loaded[i]);
+    }
+  }
+  if (p.few) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      if (weight && valid(i)) prefetch(weight + first + i * kApart);
+      if (bias && valid(i)) prefetch(bias + first + i * kApart);
     }
   }
   acc_t c[kVecs][kVec];  // the row; then its distance from the warp's mean
@@ -112,40 +157,61 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
   }
   acc_t mean = 0, squares = 0, shift = 0;
-  const bool alone = blockDim.x == kWarp;  // its mean is the row's
   if constexpr (!kRms) mean = warp_sum(sum) * (alone ? inverse_hidden : quick_inverse(acc_t(max(count(warp), 1))));
+  const auto centre = [&](acc_t& x) {
+    x -= mean;
+    squares += x * x;
+  };
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    if (valid(i)) {
+    if (all_valid(i)) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) centre(c[i][j]);
+    } else if (Row::kShifted) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        c[i][j] -= mean;
-        squares += c[i][j] * c[i][j];
+        if (within(i, j)) centre(c[i][j]);
       }
     }
   }
   squares = warp_sum(squares);
-  if (!alone) shift = join_warps<kRms>(exchange, inverse_hidden, count, mean, squares);
+  const int here = min(p.hidden - begin, cols);
+  const acc_t inverse_here = Row::kClusters && p.blocks > 1 ? quick_inverse(acc_t(max(here, 1))) : inverse_hidden;
+  if (!alone) shift = join_warps<kRms>(exchange, inverse_here, count, mean, squares);
+  if constexpr (Row::kClusters) {
+    __shared__ acc_t of_blocks[kMostBlocks][2];
+    if (p.blocks > 1) shift += join_blocks<kRms>(of_blocks, p, cols, inverse_hidden, mean, squares);
+  }
   const acc_t rstd = inverse_sqrt(squares * inverse_hidden + static_cast<acc_t>(p.n.eps));
-  write_stats<kRms>(p, row, mean, rstd);
+  if (begin == 0) write_stats<kRms>(p, row, mean, rstd);
   shift *= rstd;
 
-  y_t* y_at = static_cast<y_t*>(p.n.y) + row * p.hidden + first;
-  const param_t* weight = static_cast<const param_t*>(p.n.weight);
-  const param_t* bias = static_cast<const param_t*>(p.n.bias);
+  y_t* y_row = static_cast<y_t*>(p.n.y) + row * p.hidden;
+  y_t* y_at = y_row + first;
+  const auto load_part_of = [&](const param_t* param, int i, acc_t(&out)[kVec]) {
+    if (!Row::kShifted || (p.aligned && all_valid(i))) {
+      load_param_as<param_t>(param + first, i * kApart, out);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        out[j] = within(i, j) ? acc_t(widen(param[first + i * kApart + j])) : acc_t(0);
+      }
+    }
+  };
+  ShiftedStore<y_t, kVec> shifted(y_row, warp_first, min(warp_first + kColumns, p.hidden));
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    if (!valid(i)) continue;
+    if (!Row::kShifted && !valid(i)) continue;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) c[i][j] = c[i][j] * rstd + shift;
     acc_t w[kVec], b[kVec];
     if (weight) {
-      load_param_as<param_t>(weight + first, i * kApart, w);
+      load_part_of(weight, i, w);
       if constexpr (kRms) {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) c[i][j] *= w[j] + static_cast<acc_t>(p.n.weight_offset);
       } else if (bias) {
-        load_param_as<param_t>(bias + first, i * kApart, b);
+        load_part_of(bias, i, b);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) c[i][j] = c[i][j] * w[j] + b[j];
       } else {
@@ -155,27 +221,32 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
     }
     Vec<y_t, kVec> y;
     narrow(c[i], y);
-    store(y_at + i * kApart, y);
+    if constexpr (Row::kShifted) {
+      shifted(first + i * kApart, y);
+    } else {
+      store(y_at + i * kApart, y);
+    }
     if constexpr (Row::kStores) source.store_again(c[i], first + i * kApart);
   }
+  if constexpr (Row::kShifted) shifted.finish(warp_first + kColumns);
 }
 
-// A row a block, or blockDim.y rows of a warp each.
+// A row a block or a cluster, or blockDim.y rows of a warp each.
 template <class Row, bool kRms, int kVecs>
 __global__ void __launch_bounds__(kFwdThreads<Row>, 1) norm_fwd_kernel(const FwdParams p) {
   using acc_t = typename Row::acc_t;
   __shared__ acc_t exchange[kFwdThreads<Row> / kWarp][2];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const unsigned block = Row::kClusters ? blockIdx.x / p.blocks : blockIdx.x;
+  const int64_t row = static_cast<int64_t>(block) * blockDim.y + threadIdx.y;
   if (row >= p.n.rows) return;  // a warp leaves as one, and only where no barrier follows
   // Sums move twice the bytes for few more instructions: there the test at each access costs no time, only its code.
-  const bool whole = !Row::kStores && static_cast<int>(blockDim.x) * kVecs * Row::kVec == p.hidden;
+  const bool whole = !Row::kStores && !Row::kClusters && static_cast<int>(blockDim.x) * kVecs * Row::kVec == p.hidden;
   const auto with_params_of = [&](auto example) {
     using param_t = decltype(example);
-    if (whole) {
-      norm_row<kRms, true, param_t, Row, kVecs>(p, row, exchange);
-    } else {
-      norm_row<kRms, false, param_t, Row, kVecs>(p, row, exchange);
+    if constexpr (!Row::kClusters) {
+      if (whole) return norm_row<kRms, true, param_t, Row, kVecs>(p, row, exchange);
     }
+    norm_row<kRms, false, param_t, Row, kVecs>(p, row, exchange);
   };
   if constexpr (sizeof(acc_t) == 8) {
     with_params_of(double());

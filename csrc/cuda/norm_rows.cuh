@@ -1,6 +1,6 @@
 // Where the forward kernels' rows come from, and what is stored of a row beside y. A row type is the row of one call
-// that a thread works on, kVec columns at a time. norm_fwd_kernel needs load() and take(), norm_fwd_wide_kernel read()
-// and read_again():
+// that a thread works on, kVec columns at a time. kShifted: it may begin and end anywhere; kClusters: it may have
+// several blocks. norm_fwd_kernel needs load() and take(), norm_fwd_wide_kernel read() and read_again():
 //
 //   Loaded load(col)                    starts to read a whole, aligned vector
 //   Kept take(loaded, col, valid)       its elements; stores what there is to store, where `valid`
@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../norm.h"
+#include "shifted.cuh"
 #include "vec.cuh"
 
 namespace fusedops::cuda {
@@ -22,6 +23,7 @@ struct InputRow {
   using y_t = y_type;
   static constexpr int kVec = vec_width<x_t, y_t>;
   static constexpr bool kStores = false;
+  static constexpr bool kShifted = false, kClusters = false;
   using Kept = Vec<x_t, kVec>;
   using Loaded = Kept;
 
@@ -31,6 +33,41 @@ struct InputRow {
   __device__ Loaded load(int col) const { return load_row_vector<Loaded>(x + col); }
   __device__ Kept take(const Loaded& loaded, int, bool) const { return loaded; }
   __device__ Kept read(int col, int left, bool aligned) const { return load_row<x_t, kVec>(x, col, left, aligned); }
+  __device__ Kept read_again(int col, int left, bool aligned) const { return read(col, left, aligned); }
+};
+
+// The same, several blocks wide.
+template <class x_t, class y_t>
+struct WideRow : InputRow<x_t, y_t> {
+  static constexpr bool kClusters = true;
+  using InputRow<x_t, y_t>::InputRow;
+};
+
+// The rows of x, wherever they begin.
+template <class x_t, class y_type>
+struct ShiftedRow {
+  using acc_t = acc_of<x_t>;
+  using y_t = y_type;
+  static constexpr int kVec = vec_width<x_t, y_t>;
+  static constexpr bool kStores = false;
+  static constexpr bool kShifted = true, kClusters = true;
+  using Kept = Vec<x_t, kVec>;
+  using Loaded = ShiftedLoad<x_t, kVec>;
+
+  const x_t* x;  // [hidden]
+  int shift, hidden;
+
+  __device__ ShiftedRow(const NormFwd& n, int64_t row)
+      : x(static_cast<const x_t*>(n.x) + row * n.x_stride),
+        shift(shift_of<Kept>(x)),
+        hidden(static_cast<int>(n.hidden)) {}
+  __device__ Loaded load(int col) const {
+    Loaded loaded;
+    loaded.start(x, shift, col, hidden - col);
+    return loaded;
+  }
+  __device__ Kept take(const Loaded& loaded, int, bool) const { return loaded.take(shift); }
+  __device__ Kept read(int col, int, bool) const { return load(col).take(shift); }
   __device__ Kept read_again(int col, int left, bool aligned) const { return read(col, left, aligned); }
 };
 
@@ -57,6 +94,7 @@ struct SumRow {
   static constexpr int kVec =
       vec_width<x_t, y_t> < vec_width<x_t, residual_t> ? vec_width<x_t, y_t> : vec_width<x_t, residual_t>;
   static constexpr bool kStores = true;
+  static constexpr bool kShifted = false, kClusters = false;
   using Kept = Vec<residual_t, kVec>;
   struct Loaded {
     Vec<x_t, kVec> x;
@@ -97,6 +135,7 @@ struct MixedSumRow {
   using y_t = y_type;
   static constexpr int kVec = vec_width<acc_t, acc_t>;
   static constexpr bool kStores = true;
+  static constexpr bool kShifted = false, kClusters = false;
   using Kept = Vec<acc_t, kVec>;
 
   const NormFwd& n;

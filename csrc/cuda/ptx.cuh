@@ -34,6 +34,21 @@ __device__ inline void start_copy(void* shared, const void* global, bool valid =
 #endif
 }
 
+// Of 16 or 8 aligned bytes the first `bytes`, and zeros behind them: nothing else is read.
+template <int kBytes>
+__device__ inline void start_copy_of(void* shared, const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes), "r"(bytes)
+               : "memory");
+#else
+  for (int i = 0; i < kBytes; i += 2) {
+    const char* from = static_cast<const char*>(global) + i;
+    *reinterpret_cast<short*>(static_cast<char*>(shared) + i) = i < bytes ? *reinterpret_cast<const short*>(from) : 0;
+  }
+#endif
+}
+
 // Stores 16 or 8 aligned bytes to global memory at once. Of an assignment the compiler made parts of 4 bytes where the
 // same elements are also stored one by one, as in rows that may be misaligned.
 __device__ inline void store_whole(void* global, uint4 v) {
@@ -58,6 +73,9 @@ __device__ inline void load_in_place(uint2& v, const void* global) {
 __device__ inline void load_in_place(unsigned& v, const void* global) {
   asm volatile("ld.global.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(global));
 }
+
+// Asks for what lies there to be brought nearer; there need not be anything.
+__device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // 2^x; results below the smallest normal number are 0.
 __device__ inline float exp2_flushed(float x) {
@@ -101,6 +119,54 @@ __device__ inline void wait_for_previous_kernel() {
 __device__ inline void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- blocks of a cluster: a row's own, several SMs wide. Before compute capability 9.0 each block is one of its own.
+
+// The block's number in its cluster.
+__device__ inline int cluster_rank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+
+// Stores to the place that `shared` has in the shared memory of the cluster's block number `rank`; that block sees it
+// after the next sync_cluster().
+__device__ inline void store_to_block(float* shared, int rank, float x) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2;}" ::"r"(mine),
+      "r"(rank), "f"(x)
+      : "memory");
+#else
+  *shared = x;
+#endif
+}
+__device__ inline void store_to_block(double* shared, int rank, double x) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned mine = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f64 [there], %2;}" ::"r"(mine),
+      "r"(rank), "d"(x)
+      : "memory");
+#else
+  *shared = x;
+#endif
+}
+
+// __syncthreads() for all blocks of the cluster.
+__device__ inline void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#else
+  __syncthreads();
 #endif
 }
 

@@ -63,6 +63,8 @@ constexpr int vec_width = 16 / static_cast<int>(sizeof(A) > sizeof(B) ? sizeof(A
 
 // ---- element conversions: through intrinsics, which hold under __CUDA_NO_*_CONVERSIONS__ ------------------------
 
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(float x) { return x; }
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 

@@ -345,6 +345,9 @@ inline int __all_sync(unsigned mask, int predicate, emulator::Site site = emulat
   return __ballot_sync(mask, predicate, site) == mask;
 }
 
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> bits % 32);
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
@@ -363,6 +366,26 @@ void start_copy(void* shared, const void* global, bool valid = true) {
   static const unsigned char zeros[kBytes] = {};
   emulator::fiber->copies.back().push_back({shared, valid ? global : zeros, kBytes});
 }
+
+template <int kBytes>
+void start_copy_of(void* shared, const void* global, int bytes) {
+  if (bytes < 0 || bytes > kBytes) emulator::fail("a copy of " + std::to_string(bytes) + " bytes");
+  start_copy<kBytes>(shared, global, false);
+  if (bytes == 0) return;
+  if (!emulator::is_aligned(static_cast<const char*>(global), kBytes)) emulator::fail("a copy is not aligned");
+  auto& copies = emulator::fiber->copies.back();
+  copies.push_back({shared, global, static_cast<size_t>(bytes)});
+}
+
+inline void prefetch(const void*) {}
+
+// A cluster is one block here.
+inline int cluster_rank() { return 0; }
+template <class T>
+void store_to_block(T* shared, int, T x) {
+  *shared = x;
+}
+inline void sync_cluster() { __syncthreads(); }
 
 template <class Raw>
 void load_in_place(Raw& v, const void* global) {
@@ -418,6 +441,13 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int bytes) {
   return bytes <= emulator::device.block_smem ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 80;  // code without clusters
+  return cudaSuccess;
+}
+inline cudaError_t cudaOccupancyMaxActiveClusters(int*, const void*, const cudaLaunchConfig_t*) {
+  return cudaErrorInvalidValue;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t status) {

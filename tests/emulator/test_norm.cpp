@@ -198,8 +198,10 @@ int main() {
       }
       large(2, 288 * vec);                 // three of each of several warps
       if (vec == 4) large(1, 2049 * vec);  // six
-      small(9, 41, /*skew=*/1);            // wide kernels: staged in shared memory
-      large(2, 2050, /*device=*/3);        // read again
+      for (const int hidden : {1, 41, 200})
+        small(9, hidden, /*skew=*/1);  // shifted rows, of one vector a thread or more
+      small(5, 16 * 32 + 3);           // of several warps
+      large(2, 2050, /*device=*/3);    // read again
       for (const int device : {1, 2}) large(2, x == f32 && y == f32 ? 3072 : 4096, device);
     }
     for (const int64_t hidden : {1, 33, 257}) run({rms, 3, hidden, bf16, bf16, f32, bf16});
@@ -213,7 +215,12 @@ int main() {
   run({false, 3, 72, bf16, bf16, bf16, f32});
   run({false, 3, 72, f32, f32, f16, bf16});
   run({false, 3, 72, bf16, bf16, f32, f32, 0, 0, true, 0, 0, 0, /*with_bias=*/false});
-  run({true, 2, 1023, bf16, bf16, bf16, bf16});   // several warps a row
+  run({true, 2, 1023, bf16, bf16, bf16, bf16});  // several warps a row
+  for (int64_t skew = 0; skew < 8; ++skew) {
+    run({false, 5, 300, bf16, bf16, f32, f32, skew, /*pad=*/skew % 3});
+    run({false, 5, 300, f32, f16, f16, f16, skew, /*pad=*/1});
+    run({true, 300, 9, bf16, bf16, bf16, bf16, skew});
+  }
   run({true, 1, 16500, bf16, bf16, bf16, bf16});  // wide rows, staged
   for (const bool rms : {false, true}) {
     for (const int64_t hidden : {41, 256, 1000, 2050}) run_beyond_squares(rms, hidden, hidden == 2050 ? 3 : 0);
