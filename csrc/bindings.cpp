@@ -12,6 +12,7 @@
 #include "build_info.h"
 #include "ops/adam.h"
 #include "ops/add_norm.h"
+#include "ops/call_kind.h"
 #include "ops/cross_entropy.h"
 #include "ops/norm.h"
 #include "ops/same_objects.h"
@@ -132,6 +133,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("ignore_index") = -100, py::arg("reduction") = "mean", py::arg("label_smoothing") = 0.0,
         py::arg("z_loss") = 0.0, py::arg("softcap") = py::none(), py::arg("inplace_backward") = false, NoGil());
 
+  if (PyModule_AddFunctions(m.ptr(), fusedops::call_kind_methods) != 0) throw py::error_already_set();
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")
       .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>,

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import dispatch, registry
+from .._build import load_native
 from .._options import LARGEST, number
 from ..config import CONFIG, check_backend
 from ..dispatch import Call, Choice
@@ -149,6 +150,30 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
+def python_call_kind(
+    input: Any, others: tuple[Any, ...], constants: tuple[Any, ...]
+) -> tuple[torch.device | torch.dtype | int | None, ...] | None:
+    """Return what dispatch tells calls apart by, read off their tensors: device, size by powers of two, dtypes.
+
+    None: no kernel may see such a call, as a tensor is of a subclass, or none at all, the input is nested, or a
+    functorch transform or torch.jit.trace is in force.
+
+    ``csrc/ops/call_kind.cpp`` does the same in a fifth of the time; a test compares the two.
+    """
+    if (
+        _are_transforms_active()
+        or _tracing_state() is not None
+        or not _PLAIN.issuperset(map(type, (input, *others, *constants)))
+        or input.is_nested
+    ):
+        return None
+    return (input.device, input.numel().bit_length(), *[None if t is None else t.dtype for t in (input, *others)])
+
+
+_C = load_native()
+call_kind: Callable[..., Any] = python_call_kind if _C is None else _C.call_kind
+
+
 def choose(
     op: str,
     input: Tensor,
@@ -184,19 +209,10 @@ def choose(
         )
         found: Choice = getattr(_traced, key)
         return found
-    if type(input) is Tensor and input.is_nested:
-        _check_named(op, backend)
-        return _by_component(op, (input, *others), shape, out_dtype, options)
-    if (
-        CONFIG.disabled
-        or _are_transforms_active()
-        or _forward_ad._current_level >= 0
-        or _tracing_state() is not None
-        or not _PLAIN.issuperset(map(type, (input, *others, *constants)))
-    ):
-        return _plain(op, input.dtype, out_dtype, backend)
-    key = (op, backend, out_dtype, options, input.dtype, input.get_device(), input.is_cpu, input.is_cuda, shape,
-           input.numel().bit_length(), *[None if t is None else t.dtype for t in others])  # fmt: skip
+    kind = call_kind(input, others, constants)
+    if kind is None or CONFIG.disabled or _forward_ad._current_level >= 0:
+        return _choose_unusual(op, input, others, shape, out_dtype, backend, options)
+    key = (op, backend, out_dtype, options, shape, kind)
     try:
         choice = dispatch.cache.get(key)
     except TypeError:  # something that can't be hashed stands for a name, a dtype or a size: it is named below
@@ -207,6 +223,17 @@ def choose(
         if dispatch.recorder is not None and dispatch.forced_backend(op, backend) is None:
             dispatch.recorder(call, input.numel() // max(call.hidden or 1, 1), out_dtype, dict(options))
     return choice
+
+
+def _choose_unusual(
+    op: str, input: Tensor, others: tuple[Tensor | None, ...], shape: tuple[int, ...], out_dtype: torch.dtype,
+    backend: str | None, options: tuple[tuple[str, Any], ...],
+) -> Choice:  # fmt: skip
+    """Choose plain PyTorch, component by component where the input is a nested tensor of the strided layout."""
+    if type(input) in _PLAIN and input.is_nested:
+        _check_named(op, backend)
+        return _by_component(op, (input, *others), shape, out_dtype, options)
+    return _plain(op, input.dtype, out_dtype, backend)
 
 
 def _describe(
