@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -14,6 +15,7 @@
 #include "ops/add_norm.h"
 #include "ops/call_kind.h"
 #include "ops/cross_entropy.h"
+#include "ops/gradients.h"
 #include "ops/norm.h"
 #include "ops/same_objects.h"
 
@@ -134,6 +136,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("z_loss") = 0.0, py::arg("softcap") = py::none(), py::arg("inplace_backward") = false, NoGil());
 
   if (PyModule_AddFunctions(m.ptr(), fusedops::call_kind_methods) != 0) throw py::error_already_set();
+  m.def("is_profiled", &at::hasCallbacks);
   m.def("same_objects", &fusedops::same_objects, py::arg("seen"), py::arg("containers"));
   py::class_<fusedops::AdamPlan>(m, "AdamPlan")
       .def(py::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>,
@@ -145,8 +148,31 @@ PYBIND11_MODULE(_C, m) {
            py::arg("weight_decay"), py::arg("decoupled"), py::arg("amsgrad"), py::arg("maximize"), py::arg("seed"),
            py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("grad_norm") = py::none(),
            py::arg("max_grad_norm") = py::none(), NoGil())
-      .def("launch", &fusedops::AdamPlan::launch, NoGil());
-  m.def("grad_norm", &fusedops::grad_norm, py::arg("grads"), py::arg("grad_scale") = py::none(),
-        py::arg("found_inf") = py::none(), NoGil());
-  m.def("grad_scale_", &fusedops::grad_scale_, py::arg("grads"), py::arg("coef"), NoGil());
+      .def("launch", &fusedops::AdamPlan::launch, NoGil())
+      .def("grad_norm", &fusedops::AdamPlan::grad_norm, py::arg("grad_scale") = py::none(),
+           py::arg("found_inf") = py::none(), NoGil());
+  using fusedops::GradientList;
+  py::class_<GradientList>(m, "GradientList")
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
+      .def("__len__", [](const GradientList& list) { return list.tensors().size(); })
+      .def("__getitem__",
+           [](const GradientList& list, size_t i) {
+             if (i >= list.tensors().size()) throw py::index_error();
+             return list.tensors()[i];
+           })
+      .def_property_readonly("largest", &GradientList::largest)
+      .def_property_readonly("dtypes", &GradientList::dtypes);
+  py::implicitly_convertible<py::list, GradientList>();
+  m.def("gradients_of", &fusedops::gradients_of, py::arg("params"));
+  m.def(
+      "grad_norm",
+      [](const GradientList& grads, const std::optional<at::Tensor>& grad_scale,
+         const std::optional<at::Tensor>& found_inf) {
+        return fusedops::grad_norm(grads.pointers(), grad_scale, found_inf);
+      },
+      py::arg("grads"), py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(), NoGil());
+  m.def(
+      "grad_scale_",
+      [](const GradientList& grads, const at::Tensor& coef) { fusedops::grad_scale_(grads.pointers(), coef); },
+      py::arg("grads"), py::arg("coef"), NoGil());
 }

@@ -36,6 +36,15 @@ constexpr const char* kRoleNames[] = {"params", "exp_avg", "exp_avg_sq", "max_ex
 // A gradient without elements: its step counts, and there is nothing to read.
 void* const kEmptyGradient = reinterpret_cast<void*>(uintptr_t{16});
 
+// Of a few integers each: no call into libc.
+bool same(at::IntArrayRef a, at::IntArrayRef b) {
+  if (a.size() != b.size()) return false;
+  for (size_t d = 0; d < a.size(); ++d) {
+    if (a[d] != b[d]) return false;
+  }
+  return true;
+}
+
 // Whether both walk memory alike; strides of dimensions of size one mean nothing.
 bool same_layout(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -56,6 +65,19 @@ c10::SmallVector<int64_t, 5> contiguous_strides(at::IntArrayRef sizes) {
 
 void* pointer_of(const at::Tensor& tensor) {
   return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
+
+// param.grad(), which would ask autograd whether the parameter is a leaf.
+const at::Tensor& gradient_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
+
+// Whether a gradient looks like its parameter, as nearly all do: it passes the checks of others, in a third of the
+// time.
+bool is_like(const at::TensorImpl& grad, const at::TensorImpl& param, at::IntArrayRef strides) {
+  constexpr c10::DispatchKeySet kNotAsStored({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  const c10::DispatchKeySet keys = grad.key_set();
+  return keys == param.key_set() && !keys.has_any(kNotAsStored) && grad.dtype() == param.dtype() &&
+         grad.device() == param.device() && same(grad.sizes(), param.sizes()) && same(grad.strides(), strides) &&
+         grad.numel() != 0 && grad.unsafe_storage() && grad.unsafe_storage().data() != nullptr;
 }
 
 void check_length(const char* name, size_t got, size_t expected) {
@@ -101,6 +123,11 @@ AdamPlan::AdamPlan(std::vector<at::Tensor> params, std::vector<at::Tensor> exp_a
     if (!master.empty() && master[i]) entry.tensors[kMaster] = std::move(*master[i]);
     if (!compensation.empty() && compensation[i]) entry.tensors[kCompensation] = std::move(*compensation[i]);
     entry.step = std::move(step[i]);
+    entry.first_watched = watched_.size();
+    for (const at::Tensor& tensor : entry.tensors) {
+      if (tensor.defined()) watched_.push_back({tensor.unsafeGetTensorImpl(), {}, i});
+    }
+    if (entry.step.defined()) watched_.push_back({entry.step.unsafeGetTensorImpl(), {}, i});
     TORCH_CHECK_VALUE(group[i] >= 0 && group[i] <= UINT16_MAX, "group[", i, "]: expected 0 to ", UINT16_MAX, ", got ",
                       group[i]);
     group_count_ = std::max(group_count_, group[i] + 1);
@@ -161,7 +188,9 @@ void AdamPlan::check_entry(size_t i) {
                     "max_exp_avg_sq[", i, "]: expected ", entry.tensors[kExpAvgSq].scalar_type(),
                     " as exp_avg_sq, got ", largest.scalar_type());
   check_scalar("step", entry.step, device_, false);
-  entry.step_pointer = pointer_of(entry.step);
+  for (size_t k = entry.first_watched; k < watched_.size() && watched_[k].entry == i; ++k) {
+    watched_[k].place = Place::of(*watched_[k].tensor);
+  }
 
   entry.param_strides.assign(param.strides().begin(), param.strides().end());
   if (param.is_non_overlapping_and_dense()) {
@@ -184,7 +213,7 @@ void AdamPlan::check_entry(size_t i) {
   record.rounding = master.defined()         ? Rounding::kMaster
                     : compensation.defined() ? Rounding::kKahan
                                              : Rounding::kNearest;  // until a step whose group has a seed
-  record.step = static_cast<float*>(entry.step_pointer);
+  record.step = static_cast<float*>(pointer_of(entry.step));
   record.numel = param.numel();
   record.param_dtype = dtype_of(param);
   record.exp_avg_dtype = dtype_of(entry.tensors[kExpAvg]);
@@ -225,15 +254,19 @@ void AdamPlan::check_overlaps() const {
 void AdamPlan::refresh_pointers() {
   const bool all = !std::exchange(checked_, false);
   bool moved = all;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& entry = entries_[i];
-    const at::Tensor& param = entry.tensors[kParam];
-    bool same = entry.step_pointer == pointer_of(entry.step) && records_[i].numel == param.numel() &&
-                param.strides() == at::IntArrayRef(entry.param_strides);
-    for (int role = 0; role < kRoles; ++role) same &= entry.pointers[role] == pointer_of(entry.tensors[role]);
-    if (same && !all) continue;
+  const auto check = [&](size_t i) {
     check_entry(i);
     moved = true;
+  };
+  if (all) {
+    for (size_t i = 0; i < entries_.size(); ++i) check(i);
+  } else {
+    for (const Watched& watched : watched_) {
+      if (!(Place::of(*watched.tensor) == watched.place)) check(watched.entry);
+    }
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (!same(entries_[i].tensors[kParam].strides(), entries_[i].param_strides)) check(i);
+    }
   }
   if (moved) check_overlaps();
   checked_ = true;
@@ -362,21 +395,27 @@ void AdamPlan::prepare(const Numbers& lr, const Numbers& beta1, const Numbers& b
   step.grads.assign(n, nullptr);
   bool any = false;
   for (size_t i = 0; i < n; ++i) {
-    const at::Tensor& grad = entries_[i].tensors[kParam].grad();
+    const Entry& entry = entries_[i];
+    const at::Tensor& grad = gradient_of(entry.tensors[kParam]);
     if (!grad.defined()) continue;
-    step.grads[i] = gradient_pointer(i, grad, step.kept);
+    const bool plain =
+        is_like(*grad.unsafeGetTensorImpl(), *entry.tensors[kParam].unsafeGetTensorImpl(), entry.strides);
+    step.grads[i] = plain ? pointer_of(grad) : gradient_pointer(i, grad, step.kept);
     any = true;
     TensorRecord& record = records_[i];
-    const Entry& entry = entries_[i];
-    void* const largest = amsgrad[record.group] ? entry.pointers[kMaxExpAvgSq] : nullptr;
-    TORCH_CHECK_VALUE(!amsgrad[record.group] || entry.tensors[kMaxExpAvgSq].defined(), "max_exp_avg_sq[", i,
-                      "]: expected a tensor, as its group uses amsgrad, got None");
-    const bool same_largest = entry.staged[kMaxExpAvgSq] ? (record.max_exp_avg_sq == nullptr) == (largest == nullptr)
-                                                         : record.max_exp_avg_sq == largest;
+    void* largest = nullptr;
+    bool same_largest = record.max_exp_avg_sq == nullptr;
+    if (amsgrad[record.group]) {
+      TORCH_CHECK_VALUE(entry.tensors[kMaxExpAvgSq].defined(), "max_exp_avg_sq[", i,
+                        "]: expected a tensor, as its group uses amsgrad, got None");
+      largest = entry.pointers[kMaxExpAvgSq];
+      same_largest =
+          entry.staged[kMaxExpAvgSq] ? !same_largest == (largest != nullptr) : record.max_exp_avg_sq == largest;
+    }
     Rounding rounding = record.rounding;
-    if (record.param_dtype == DType::bf16 && !entry.tensors[kMaster].defined() &&
-        !entry.tensors[kCompensation].defined()) {
-      rounding = seed[record.group] ? Rounding::kStochastic : Rounding::kNearest;
+    if (rounding == Rounding::kNearest || rounding == Rounding::kStochastic) {
+      const bool at_random = record.param_dtype == DType::bf16 && seed[record.group];
+      rounding = at_random ? Rounding::kStochastic : Rounding::kNearest;
     }
     if (record.grad_dtype == dtype_of(grad) && same_largest && record.rounding == rounding) continue;
     record.grad_dtype = dtype_of(grad);
@@ -407,6 +446,17 @@ void AdamPlan::launch() {
     const at::Tensor& param = entries_[i].tensors[kParam];
     if (step.grads[i] != nullptr && !param.is_inference()) param.unsafeGetTensorImpl()->bump_version();
   }
+}
+
+std::optional<at::Tensor> AdamPlan::grad_norm(const std::optional<at::Tensor>& grad_scale,
+                                              const std::optional<at::Tensor>& found_inf) {
+  Gradients grads;
+  grads.reserve(entries_.size());
+  for (const Entry& entry : entries_) {
+    if (const at::Tensor& grad = gradient_of(entry.tensors[kParam]); grad.defined()) grads.push_back(&grad);
+  }
+  if (grads.empty()) return std::nullopt;
+  return fusedops::grad_norm(grads, grad_scale, found_inf);
 }
 
 void AdamPlan::step_cpu(const Prepared& step) {

@@ -39,19 +39,45 @@ class AdamPlan {
   // Takes the step that was prepared last, once.
   void launch();
 
+  // grad_norm (below) of the parameters' gradients; nullopt where none has one.
+  std::optional<at::Tensor> grad_norm(const std::optional<at::Tensor>& grad_scale,
+                                      const std::optional<at::Tensor>& found_inf);
+
  private:
   enum Role { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kCompensation, kRoles };
 
   // One parameter and its state.
   struct Entry {
     at::Tensor tensors[kRoles];
-    void* pointers[kRoles];  // what was checked last; a tensor whose storage was replaced shows another
-    bool staged[kRoles];     // not laid out as the record wants: a copy is updated and copied back
-    at::Tensor step;
-    void* step_pointer;
-    c10::SmallVector<int64_t, 5> strides;        // the layout that all roles and the gradient are walked in
     c10::SmallVector<int64_t, 5> param_strides;  // the parameter's own, when it was checked
+    c10::SmallVector<int64_t, 5> strides;        // the layout that all roles and the gradient are walked in
+    void* pointers[kRoles];                      // what was checked last
+    bool staged[kRoles];                         // not laid out as the record wants: a copy is updated and copied back
     bool any_staged;
+    at::Tensor step;
+    size_t first_watched;
+  };
+
+  // Where a tensor lies, told in as few loads as can be: each step looks at every one.
+  struct Place {
+    const void* storage;
+    int64_t offset;
+    int64_t numel;
+
+    static Place of(const at::TensorImpl& tensor) {
+      const c10::Storage& storage = tensor.unsafe_storage();
+      return {storage ? storage.data() : nullptr, tensor.storage_offset(), tensor.numel()};
+    }
+    bool operator==(const Place& other) const {
+      return storage == other.storage && offset == other.offset && numel == other.numel;
+    }
+  };
+
+  // A tensor of an entry as it was checked last; one whose storage was replaced lies elsewhere.
+  struct Watched {
+    const at::TensorImpl* tensor;
+    Place place;
+    size_t entry;
   };
 
   // A tensor that stands in for one of another layout during a step.
@@ -87,6 +113,7 @@ class AdamPlan {
   std::mutex mutex_;
   c10::Device device_;
   std::vector<Entry> entries_;
+  std::vector<Watched> watched_;  // all tensors of all entries
   std::vector<adam::TensorRecord> records_;
   uint64_t version_ = 0;  // of records_
   bool checked_ = false;  // entries_ passed all checks with the pointers they hold
@@ -95,12 +122,15 @@ class AdamPlan {
   std::optional<Prepared> prepared_;
 };
 
+// Gradients that someone else holds.
+using Gradients = std::vector<const at::Tensor*>;
+
 // sqrt(sum of (g / grad_scale)^2) over all gradients: 0-dim, fp32 (fp64 when a gradient is). Sets found_inf to 1 when
 // an element is inf or NaN.
-at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<at::Tensor>& grad_scale,
+at::Tensor grad_norm(const Gradients& grads, const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf);
 
 // g *= coef for all gradients; memory is left alone where coef is 1.
-void grad_scale_(const std::vector<at::Tensor>& grads, const at::Tensor& coef);
+void grad_scale_(const Gradients& grads, const at::Tensor& coef);
 
 }  // namespace fusedops

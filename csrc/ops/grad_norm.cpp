@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -28,10 +29,11 @@ constexpr int64_t kSerial = 65536;  // elements below which another CPU thread d
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-c10::Device check_gradients(const std::vector<at::Tensor>& grads) {
-  const c10::Device device = grads.front().device();
+c10::Device check_gradients(const Gradients& grads) {
+  const c10::Device device = grads.front()->device();
   check_device_is_served(device);
-  for (const at::Tensor& grad : grads) {
+  for (const at::Tensor* const given : grads) {
+    const at::Tensor& grad = *given;
     TORCH_CHECK_VALUE(grad.device() == device, "grads: expected all on ", device, " as the first, got one on ",
                       grad.device());
     TORCH_CHECK_VALUE(grad.layout() == at::kStrided && is_float_dtype(grad.scalar_type()),
@@ -55,13 +57,15 @@ struct SpanList {
   int64_t chunk_size = kChunk;
   std::vector<uint32_t> first = {0};  // first chunk of each, then the number of chunks
 
-  explicit SpanList(const std::vector<at::Tensor>& grads) {
-    for (const at::Tensor& grad : grads) {
-      if (grad.numel() == 0) continue;
-      spans.push_back(span_of(grad));
-      numel += grad.numel();
+  explicit SpanList(const Gradients& grads) {
+    spans.reserve(grads.size());
+    for (const at::Tensor* const grad : grads) {
+      if (grad->numel() == 0) continue;
+      spans.push_back(span_of(*grad));
+      numel += grad->numel();
     }
     chunk_size *= std::max<int64_t>(1, divide_up(numel, kMaxChunks * kChunk));
+    first.reserve(spans.size() + 1);
     for (const TensorSpan& span : spans) {
       first.push_back(first.back() + static_cast<uint32_t>(divide_up(static_cast<int64_t>(span.numel), chunk_size)));
     }
@@ -90,7 +94,6 @@ void* element(const TensorSpan& span, int64_t i) {
 #ifdef FUSEDOPS_WITH_CUDA
 
 struct DeviceSpans {
-  std::vector<TensorSpan> key;
   at::Tensor spans;
   at::Tensor chunks;
 };
@@ -99,7 +102,7 @@ DeviceSpans upload(const SpanList& list, c10::Device device, cudaStream_t stream
   const auto bytes = at::TensorOptions().dtype(at::kByte).device(device);
   const auto spans_bytes = static_cast<int64_t>(list.spans.size() * sizeof(TensorSpan));
   const auto first_bytes = static_cast<int64_t>(list.first.size() * sizeof(uint32_t));
-  DeviceSpans device_spans = {list.spans, at::empty({spans_bytes}, bytes),
+  DeviceSpans device_spans = {at::empty({spans_bytes}, bytes),
                               at::empty({list.chunk_count() * static_cast<int64_t>(sizeof(cuda::Chunk))}, bytes)};
   const at::Tensor first = at::empty({first_bytes}, bytes);
   check_launch(
@@ -116,23 +119,27 @@ DeviceSpans upload(const SpanList& list, c10::Device device, cudaStream_t stream
 // own upload instead.
 DeviceSpans device_spans(const SpanList& list, c10::Device device, cudaStream_t stream) {
   if (cuda::is_capturing(stream)) return upload(list, device, stream);
+  struct Uploaded {
+    std::vector<TensorSpan> spans;
+    DeviceSpans on_device;
+  };
   static std::mutex mutex;
   static auto* const cache =
-      new std::map<std::pair<int, cudaStream_t>, DeviceSpans>();  // never destroyed: CUDA is gone before statics are
+      new std::map<std::pair<int, cudaStream_t>, Uploaded>();  // never destroyed: CUDA is gone before statics are
   const std::lock_guard<std::mutex> lock(mutex);
-  DeviceSpans& last = (*cache)[{device.index(), stream}];
+  Uploaded& last = (*cache)[{device.index(), stream}];
   const size_t count = list.spans.size();
-  const bool same = last.spans.defined() && last.key.size() == count &&
-                    (count == 0 || std::memcmp(last.key.data(), list.spans.data(), count * sizeof(TensorSpan)) == 0);
-  if (!same) last = upload(list, device, stream);
-  return last;
+  const bool same = last.on_device.spans.defined() && last.spans.size() == count &&
+                    (count == 0 || std::memcmp(last.spans.data(), list.spans.data(), count * sizeof(TensorSpan)) == 0);
+  if (!same) last = {list.spans, upload(list, device, stream)};
+  return last.on_device;
 }
 
 #endif
 
 }  // namespace
 
-at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<at::Tensor>& grad_scale,
+at::Tensor grad_norm(const Gradients& grads, const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf) {
   if (grads.empty()) {
     const c10::Device device = grad_scale  ? grad_scale->device()
@@ -146,13 +153,14 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<a
   if (found_inf) check_scalar("found_inf", *found_inf, device, false);
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional<c10::Device>(device));
 
-  std::vector<at::Tensor> ordered;
+  Gradients ordered;
   ordered.reserve(grads.size());
+  std::list<at::Tensor> copies;
   bool any_double = false;
-  for (const at::Tensor& grad : grads) {
-    any_double |= grad.scalar_type() == at::kDouble;
-    if (grad._is_zerotensor()) continue;  // has no memory, and adds nothing
-    ordered.push_back(in_memory_order(grad) ? grad : grad.resolve_neg().contiguous());
+  for (const at::Tensor* const grad : grads) {
+    any_double |= grad->scalar_type() == at::kDouble;
+    if (grad->_is_zerotensor()) continue;  // has no memory, and adds nothing
+    ordered.push_back(in_memory_order(*grad) ? grad : &copies.emplace_back(grad->resolve_neg().contiguous()));
   }
   const SpanList list(ordered);
   const at::Tensor norm =
@@ -193,22 +201,22 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& grads, const std::optional<a
   return norm;
 }
 
-void grad_scale_(const std::vector<at::Tensor>& grads, const at::Tensor& coef) {
+void grad_scale_(const Gradients& grads, const at::Tensor& coef) {
   if (grads.empty()) return;
   const at::NoGradGuard no_grad;
   const c10::Device device = check_gradients(grads);
   check_scalar("coef", coef, device, true);
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional<c10::Device>(device));
 
-  std::vector<at::Tensor> ordered;
+  Gradients ordered;
   ordered.reserve(grads.size());
-  for (const at::Tensor& grad : grads) {
-    if (grad._is_zerotensor()) continue;
-    if (in_memory_order(grad)) {
+  for (const at::Tensor* const grad : grads) {
+    if (grad->_is_zerotensor()) continue;
+    if (in_memory_order(*grad)) {
       ordered.push_back(grad);
-      if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
+      if (!grad->is_inference()) grad->unsafeGetTensorImpl()->bump_version();
     } else {
-      grad.mul_(coef.reshape({}));  // rare: memory with gaps
+      grad->mul_(coef.reshape({}));  // rare: memory with gaps
     }
   }
   const SpanList list(ordered);

@@ -6,7 +6,7 @@ In eager an op is one pybind11 call straight into the dispatcher; traced code ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -61,19 +61,33 @@ def same_objects(seen: list[Any], containers: list[Any]) -> bool:
     return len(now) == len(seen) and all(map(is_, now, seen))
 
 
+def is_profiled() -> bool:
+    """Tell whether a profiler or another observer is told of what runs here now; True where that is not known."""
+    return _C is None or bool(_C.is_profiled())
+
+
 def adam_plan(*args: Any) -> Any:
     """Return the engine's plan for the tensors of one device; see ``fusedops.optim.base``."""
     return _C.AdamPlan(*args)
 
 
+def gradients_of(params: list[Any]) -> list[Any] | None:
+    """Return the gradients of parameters, one sequence a device; None where one of them is nothing for the kernels.
+
+    A sequence knows its ``largest`` number of elements and, as bits, its ``dtypes``.
+    """
+    lists: list[Any] | None = None if _C is None else _C.gradients_of(params)
+    return lists
+
+
 def grad_norm(
-    grads: list[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    grads: Sequence[torch.Tensor], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the norm of all gradients over ``grad_scale`` (one element); sets ``found_inf`` if one is inf or NaN."""
     norm: torch.Tensor = _C.grad_norm(grads, grad_scale, found_inf)
     return norm
 
 
-def grad_scale_(grads: list[torch.Tensor], coef: torch.Tensor) -> None:
+def grad_scale_(grads: Sequence[torch.Tensor], coef: torch.Tensor) -> None:
     """Multiply all gradients by ``coef`` in place."""
     _C.grad_scale_(grads, coef)

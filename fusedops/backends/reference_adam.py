@@ -52,6 +52,7 @@ class ReferenceAdamPlan:
         self._index = index
         self._prepared: tuple[Any, ...] | None = None
 
+    @torch.no_grad()
     def prepare(
         self,
         lr: Sequence[float | Tensor],
@@ -96,6 +97,12 @@ class ReferenceAdamPlan:
         groups = list(zip(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, seed, strict=True))
         self._prepared = (grads, groups, grad_scale, found_inf, clip)
 
+    def grad_norm(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
+        """Return ``grad_norm`` of the parameters' gradients, None where there is none."""
+        grads = [p.grad for p in self._params if p.grad is not None]
+        return grad_norm(grads, grad_scale, found_inf) if grads else None
+
+    @torch.no_grad()
     def launch(self) -> None:
         """Take the step that was prepared last, once."""
         if self._prepared is None:
@@ -153,6 +160,7 @@ class ReferenceAdamPlan:
             _write(step, step + 1, write)
 
 
+@torch.no_grad()
 def grad_norm(grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
     """Return the 2-norm of all gradients of one device, divided by ``grad_scale``.
 
@@ -184,6 +192,7 @@ def _norm(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.square().sum().sqrt() if g.dtype is torch.float64 else torch.linalg.vector_norm(g, dtype=dtype)
 
 
+@torch.no_grad()
 def grad_scale_(grads: Sequence[Tensor], coef: Tensor) -> None:
     """Multiply every gradient of one device by ``coef`` (1 element), in place."""
     for g in grads:
@@ -198,7 +207,7 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     product is how torch divides a number by a tensor.
     """
     limit = max_norm.reshape(()) if isinstance(max_norm, Tensor) else max_norm
-    return ((norm.reshape(()) + 1e-6).reciprocal() * limit).clamp(max=1.0)
+    return (norm.reshape(()) + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0)  # in place: no memory to be asked for
 
 
 def _check_gradient(number: int, p: Tensor, grad: Tensor) -> None:

@@ -8,14 +8,17 @@ objects or the groups' structure change; what may change between steps (gradient
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
 
 from .. import _options, backends
 from ..config import CONFIG
@@ -25,6 +28,7 @@ from .calls import adam_call, describe, keeper
 from .overlaps import Places, check_added, check_overlaps
 
 _PLAIN = frozenset((*checks.FLAGS, *states.RUN_KEYS, "seed"))
+_structure_of = itemgetter("amsgrad", "master_weights", "kahan_sum", "bf16_stochastic_round", "state_dtype")
 _AS_THEY_ARE = frozenset((float, int, bool, type(None)))  # numbers of a step, flags and seeds
 
 
@@ -64,7 +68,8 @@ class _Seen:
         states: values of ``state``, in its order.
         planned: state of every parameter that a plan updates.
         values: every tensor in ``planned``.
-        structure: see ``FusedOptimizer._structure``.
+        structure: see ``_Options``.
+        forced: the explicit choice of a backend.
         waiting: parameters that never had a gradient, hence no state.
     """
 
@@ -72,8 +77,26 @@ class _Seen:
     states: list[Any]
     planned: list[dict[str, Any]]
     values: list[Any]
-    structure: list[Any]
+    structure: list[tuple[Any, ...]]
+    forced: str | None
     waiting: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Options:
+    """The groups' options as a step found them, checked.
+
+    Attributes:
+        values: of every group, in its order; an option that was assigned since is another object.
+        arguments: see ``FusedOptimizer.arguments``.
+        structure: what plans depend on, of every group.
+        plain: all that plans are told is Python's own numbers.
+    """
+
+    values: list[Any]
+    arguments: tuple[Sequence[Any], ...]
+    structure: list[tuple[Any, ...]]
+    plain: bool
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -95,6 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _buckets: list[Bucket] | None
     _seen: _Seen
+    _options: _Options | None  # of the last step, where a look at them tells that they are what they were
     _places: Places | None  # between groups that are added, where the parameters lie
     _lock: threading.RLock
     grad_norm: Tensor | None
@@ -126,8 +150,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return the backend's plan for a bucket."""
         raise NotImplementedError
 
-    def arguments(self) -> tuple[list[Any], ...]:
-        """Return the per-group lists that ``plan.prepare`` takes after the gradients; first the learning rates."""
+    def arguments(self) -> tuple[Sequence[Any], ...]:
+        """Return the per-group sequences that ``plan.prepare`` takes after the gradients; first the learning rates."""
         raise NotImplementedError
 
     # ---- torch.optim.Optimizer ----
@@ -164,7 +188,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._warned_lost_updates:
             self._warned_lost_updates = checks.warn_lost_updates(owner, self.param_groups[-1])
 
-    @torch.no_grad()
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``step`` as torch does for profilers and hooks, which costs nothing where there is none to see it."""
+        watched: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
+        is_profiled = backends.get("native").is_profiled
+
+        @functools.wraps(func)
+        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            hooked = (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or optimizer._global_optimizer_pre_hooks
+                or optimizer._global_optimizer_post_hooks
+            )
+            run = watched if torch.compiler.is_compiling() or hooked or is_profiled() else func
+            return run(self, *args, **kwargs)
+
+        return step
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
@@ -279,6 +321,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._complete = True  # of groups that its maker gave
         self._buckets = None
+        self._options = None
         self._places = None
         self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
         self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
@@ -292,15 +335,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._take_step()
 
     def _take_step(self) -> None:
-        self._check_options()
+        options = self._read_options()
         buckets, made = self._buckets, None
-        if buckets is None or not self._plans_hold():
+        if buckets is None or not self._plans_hold(options):
             buckets, made = self._make_plans()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if not isinstance(found_inf, Tensor):
             found_inf = None  # torch's scaler sets the number 0 where no parameter has a gradient
         measured = norm = limit = None
-        arguments = self.arguments()
+        arguments = options.arguments
         self._warn_captured_rates(buckets, arguments[0])
         checks.check_scaling(type(self).__name__, grad_scale, found_inf)
         if not all(backends.checks_arguments(bucket.backend) for bucket in buckets):
@@ -313,7 +356,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for bucket in buckets:
                 device = bucket.device
                 here = [_to(x, device) for x in (grad_scale, found_inf, norm)]
-                bucket.plan.prepare(*([_number(x, device) for x in column] for column in arguments), *here, limit)
+                columns = arguments if options.plain else [[_number(x, device) for x in column] for column in arguments]
+                bucket.plan.prepare(*columns, *here, limit)
         except (ValueError, TypeError, RuntimeError) as error:
             owner = type(self).__name__
             checks.check_gradients(owner, self._parameters())  # the same words, whoever refused
@@ -321,21 +365,33 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{owner}: {error}") from error
             raise
         if made is not None:
-            self._keep(buckets, made)
+            self._keep(buckets, made, options)
         self.grad_norm = measured
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
 
-    def _check_options(self) -> None:
+    def _read_options(self) -> _Options:
         """Look at what may have been assigned since the last step, before anything is written."""
         owner = type(self).__name__
         checks.check_max_grad_norm(owner, self.max_grad_norm)
-        for i, group in enumerate(self.param_groups):
+        groups = self.param_groups
+        if self._options is not None and backends.get("native").same_objects(self._options.values, groups):
+            return self._options
+        plain = True
+        for i, group in enumerate(groups):
             if not checks.are_plain(group):
                 checks.check_options(f"{owner}: group {i}", group)
+                plain = False
+            elif isinstance(group["lr"], Tensor):
+                plain = False
+        values = [value for group in groups for value in group.values()]
+        options = _Options(values, self.arguments(), [*map(_structure_of, groups)], plain)
+        lasting = plain and all(type(group["betas"]) is tuple for group in groups)  # nothing can change within them
+        self._options = options if lasting else None
+        return options
 
-    def _warn_captured_rates(self, buckets: list[Bucket], rates: list[Any]) -> None:
+    def _warn_captured_rates(self, buckets: list[Bucket], rates: Sequence[Any]) -> None:
         """Warn once where a CUDA graph is about to keep a learning rate that is a number: replays run no Python."""
         if self._warned_captured_rate or not torch.cuda.is_initialized() or all(isinstance(lr, Tensor) for lr in rates):
             return
@@ -350,18 +406,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return the norm of all unscaled gradients, set ``found_inf`` where one is not finite; one read of each."""
         norms = []
         for bucket in buckets:
-            grads = [grad for p in bucket.params if (grad := p.grad) is not None]
-            if not grads:
-                continue
             found = found_inf
             if found_inf is not None and found_inf.device != bucket.device:
                 found = torch.zeros_like(found_inf, device=bucket.device)
-            norms.append(bucket.backend.grad_norm(grads, _to(grad_scale, bucket.device), found))
+            norm = bucket.plan.grad_norm(_to(grad_scale, bucket.device), found)
+            if norm is None:
+                continue
+            norms.append(norm)
             if found is not None and found_inf is not None and found is not found_inf:
                 torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
         return combine_norms(norms) if norms else None
 
-    def _plans_hold(self) -> bool:
+    def _plans_hold(self, options: _Options) -> bool:
         """Tell whether the plans still describe the parameters, the state objects and the groups' structure."""
         seen = self._seen
         same: Callable[[list[Any], list[Any]], bool] = backends.get("native").same_objects
@@ -369,16 +425,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             same(seen.params, [group["params"] for group in self.param_groups])
             and same(seen.states, [self.state])
             and same(seen.values, seen.planned)
-            and seen.structure == self._structure()
+            and seen.structure == options.structure
+            and seen.forced == forced_backend(self.op, self.backend)
             and not any(p.grad is not None for p in seen.waiting)
         )
 
-    def _structure(self) -> list[Any]:
-        return [forced_backend(self.op, self.backend)] + [
-            (g["amsgrad"], g["master_weights"], g["kahan_sum"], g["bf16_stochastic_round"], g["state_dtype"])
-            for g in self.param_groups
-        ]
-
+    @torch.no_grad()
     def _make_plans(self) -> tuple[list[Bucket], dict[Tensor, dict[str, Any]]]:
         """Return one bucket a device, with its plan, and what becomes of each parameter's state.
 
@@ -414,7 +466,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{owner}: {error}") from error
         return [*buckets.values()], made
 
-    def _keep(self, buckets: list[Bucket], made: dict[Tensor, dict[str, Any]]) -> None:
+    def _keep(self, buckets: list[Bucket], made: dict[Tensor, dict[str, Any]], options: _Options) -> None:
         """Make plans and their state the optimizer's own, once nothing can fail any more."""
         for p, state in made.items():
             live = self.state.setdefault(p, {})
@@ -429,7 +481,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             states=[*self.state.values()],
             planned=planned,
             values=[value for state in planned for value in state.values()],
-            structure=self._structure(),
+            structure=options.structure,
+            forced=forced_backend(self.op, self.backend),
             waiting=[p for p in params if p not in made],
         )
         self._buckets, self._places = buckets, None  # the plans' parameters may leave the groups, and be freed

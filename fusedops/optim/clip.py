@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import backends, dispatch
 from .._options import number
 from ..backends.reference_adam import clip_coefficient
 from ..config import CONFIG
@@ -58,29 +59,19 @@ def clip_grad_norm_(
         params = list(parameters)
         if not params and isinstance(parameters, types.GeneratorType):
             warn("`parameters` is an empty generator, no gradient clipping will occur.")
-    grads = [p.grad for p in params if p.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
-    odd = any(type(g) is not Tensor or g.layout is not torch.strided or g.dtype not in _SERVED for g in grads)
     by_torch = norm_type != 2 or CONFIG.disabled
-    if odd or by_torch:
-        _check_gradients(params)
-    if by_torch or (odd and not all(map(is_plain, grads))):
+    by_device = None if by_torch else backends.get("native").gradients_of(params)
+    if by_device is None:
+        by_device = _gradients_of(params, by_torch)
+    if by_device is None:
         return torch.nn.utils.clip_grad_norm_(params, float(limit), norm_type, error_if_nonfinite, foreach)
-    for g in grads:
-        if not g.is_contiguous() and torch._debug_has_internal_overlap(g) == 1:  # 1: yes, by a stride of 0
-            raise ValueError(
-                f"clip_grad_norm_: parameters: expected gradients whose elements have memory of their own, got one of "
-                f"shape {tuple(g.shape)} and strides {g.stride()}; clone() it"
-            )
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for g in grads:
-        by_device.setdefault(g.device, []).append(g)
-    chosen = {device: _backend(gs) for device, gs in by_device.items()}
-    if not all(map(backends.checks_arguments, chosen.values())):
+    if not by_device:
+        return torch.tensor(0.0)
+    served = [(gs, gs[0].device, _backend(gs)) for gs in by_device]
+    if not all(backends.checks_arguments(backend) for _, _, backend in served):
         _check_gradients(params)
     try:
-        norm = combine_norms([chosen[device].grad_norm(gs, None, None) for device, gs in by_device.items()])
+        norm = combine_norms([backend.grad_norm(gs, None, None) for gs, _, backend in served])
     except ValueError as error:
         _check_gradients(params)  # the same words, whoever refused
         raise ValueError(f"clip_grad_norm_: {error}") from error
@@ -92,8 +83,8 @@ def clip_grad_norm_(
     if isinstance(limit, Tensor):
         limit = on_device(limit, norm.device).to(norm.dtype)
     coef = clip_coefficient(norm, limit)
-    for device, gs in by_device.items():
-        chosen[device].grad_scale_(gs, on_device(coef, device))
+    for gs, device, backend in served:
+        backend.grad_scale_(gs, on_device(coef, device))
     return norm
 
 
@@ -113,10 +104,35 @@ def _check_gradients(params: Iterable[Tensor]) -> None:
             check_gradient("clip_grad_norm_", i, p.grad)
 
 
-def _backend(grads: list[Tensor]) -> types.ModuleType:
+def _gradients_of(params: list[Any], by_torch: bool) -> list[Sequence[Tensor]] | None:
+    """Return the gradients there are, a list a device, refusing what can't be clipped; None where torch is to do it."""
+    grads = [p.grad for p in params if p.grad is not None]
+    odd = any(type(g) is not Tensor or g.layout is not torch.strided or g.dtype not in _SERVED for g in grads)
+    if grads and (odd or by_torch):
+        _check_gradients(params)
+    if grads and (by_torch or (odd and not all(map(is_plain, grads)))):
+        return None
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for g in grads:
+        if not g.is_contiguous() and torch._debug_has_internal_overlap(g) == 1:  # 1: yes, by a stride of 0
+            raise ValueError(
+                f"clip_grad_norm_: parameters: expected gradients whose elements have memory of their own, got one of "
+                f"shape {tuple(g.shape)} and strides {g.stride()}; clone() it"
+            )
+        by_device.setdefault(g.device, []).append(g)
+    return [*by_device.values()]
+
+
+def _backend(grads: Sequence[Tensor]) -> types.ModuleType:
     """Return the backend that the table has for the norm and the scaling, which belong to those of optimizers.
 
     They are calls of ``adamw`` whose only argument is ``grad``: rows that name dtypes or options of a step, as tuned
     ones do, are not about them.
     """
-    return backends.get(select(gradient_call(grads)).backend)
+    if isinstance(grads, list):
+        return backends.get(select(gradient_call(grads)).backend)
+    key = ("clip_grad_norm_", grads[0].device, grads.largest, grads.dtypes)  # type: ignore[attr-defined]
+    choice = dispatch.cache.get(key)
+    if choice is None:
+        choice = dispatch.cache[key] = select(gradient_call(grads))
+    return backends.get(choice.backend)

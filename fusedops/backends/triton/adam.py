@@ -202,6 +202,11 @@ class AdamPlan:
             self._compiled = launches, absent
         self._prepared = step
 
+    def grad_norm(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
+        """Return `grad_norm` of the parameters' gradients, None where there is none."""
+        grads = [grad for member in self._given if (grad := member.param.grad) is not None]
+        return grad_norm(grads, grad_scale, found_inf) if grads else None
+
     @torch.no_grad()
     def launch(self) -> None:
         """Take the step that was prepared last, once."""
