@@ -8,27 +8,24 @@ objects or the groups' structure change; what may change between steps (gradient
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer
 
 from .. import _options, backends
 from ..config import CONFIG
 from ..dispatch import forced_backend, select
 from . import checks, states
 from .calls import adam_call, describe, keeper
+from .options import Options, read_options, watched
 from .overlaps import Places, check_added, check_overlaps
 
 _PLAIN = frozenset((*checks.FLAGS, *states.RUN_KEYS, "seed"))
-_structure_of = itemgetter("amsgrad", "master_weights", "kahan_sum", "bf16_stochastic_round", "state_dtype")
 _AS_THEY_ARE = frozenset((float, int, bool, type(None)))  # numbers of a step, flags and seeds
 
 
@@ -68,7 +65,7 @@ class _Seen:
         states: values of ``state``, in its order.
         planned: state of every parameter that a plan updates.
         values: every tensor in ``planned``.
-        structure: see ``_Options``.
+        structure: see ``Options``.
         forced: the explicit choice of a backend.
         waiting: parameters that never had a gradient, hence no state.
     """
@@ -80,23 +77,6 @@ class _Seen:
     structure: list[tuple[Any, ...]]
     forced: str | None
     waiting: list[Tensor]
-
-
-@dataclass(slots=True)
-class _Options:
-    """The groups' options as a step found them, checked.
-
-    Attributes:
-        values: of every group, in its order; an option that was assigned since is another object.
-        arguments: see ``FusedOptimizer.arguments``.
-        structure: what plans depend on, of every group.
-        plain: all that plans are told is Python's own numbers.
-    """
-
-    values: list[Any]
-    arguments: tuple[Sequence[Any], ...]
-    structure: list[tuple[Any, ...]]
-    plain: bool
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -118,7 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _buckets: list[Bucket] | None
     _seen: _Seen
-    _options: _Options | None  # of the last step, where a look at them tells that they are what they were
+    _last_options: Options | None
     _places: Places | None  # between groups that are added, where the parameters lie
     _lock: threading.RLock
     grad_norm: Tensor | None
@@ -188,24 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._warned_lost_updates:
             self._warned_lost_updates = checks.warn_lost_updates(owner, self.param_groups[-1])
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``step`` as torch does for profilers and hooks, which costs nothing where there is none to see it."""
-        watched: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
-        is_profiled = backends.get("native").is_profiled
-
-        @functools.wraps(func)
-        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            hooked = (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or optimizer._global_optimizer_pre_hooks
-                or optimizer._global_optimizer_post_hooks
-            )
-            run = watched if torch.compiler.is_compiling() or hooked or is_profiled() else func
-            return run(self, *args, **kwargs)
-
-        return step
+    profile_hook_step = staticmethod(watched)  # type: ignore[assignment]  # torch's constructor puts it around step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -321,7 +284,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._complete = True  # of groups that its maker gave
         self._buckets = None
-        self._options = None
+        self._last_options = None
         self._places = None
         self._fill_found_inf = False  # fusedops.amp.GradScaler: measure the gradients into found_inf
         self._step_supports_amp_scaling = self.defaults.get("fused") is not False  # torch's protocol and way out
@@ -335,7 +298,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._take_step()
 
     def _take_step(self) -> None:
-        options = self._read_options()
+        checks.check_max_grad_norm(type(self).__name__, self.max_grad_norm)
+        options = read_options(type(self).__name__, self.param_groups, self.arguments, self._last_options)
         buckets, made = self._buckets, None
         if buckets is None or not self._plans_hold(options):
             buckets, made = self._make_plans()
@@ -366,30 +330,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         if made is not None:
             self._keep(buckets, made, options)
-        self.grad_norm = measured
+        self._last_options, self.grad_norm = options, measured
         for bucket in buckets:
             bucket.plan.launch()
         self._last_found_inf = found_inf
-
-    def _read_options(self) -> _Options:
-        """Look at what may have been assigned since the last step, before anything is written."""
-        owner = type(self).__name__
-        checks.check_max_grad_norm(owner, self.max_grad_norm)
-        groups = self.param_groups
-        if self._options is not None and backends.get("native").same_objects(self._options.values, groups):
-            return self._options
-        plain = True
-        for i, group in enumerate(groups):
-            if not checks.are_plain(group):
-                checks.check_options(f"{owner}: group {i}", group)
-                plain = False
-            elif isinstance(group["lr"], Tensor):
-                plain = False
-        values = [value for group in groups for value in group.values()]
-        options = _Options(values, self.arguments(), [*map(_structure_of, groups)], plain)
-        lasting = plain and all(type(group["betas"]) is tuple for group in groups)  # nothing can change within them
-        self._options = options if lasting else None
-        return options
 
     def _warn_captured_rates(self, buckets: list[Bucket], rates: Sequence[Any]) -> None:
         """Warn once where a CUDA graph is about to keep a learning rate that is a number: replays run no Python."""
@@ -417,7 +361,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
         return combine_norms(norms) if norms else None
 
-    def _plans_hold(self, options: _Options) -> bool:
+    def _plans_hold(self, options: Options) -> bool:
         """Tell whether the plans still describe the parameters, the state objects and the groups' structure."""
         seen = self._seen
         same: Callable[[list[Any], list[Any]], bool] = backends.get("native").same_objects
@@ -466,7 +410,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{owner}: {error}") from error
         return [*buckets.values()], made
 
-    def _keep(self, buckets: list[Bucket], made: dict[Tensor, dict[str, Any]], options: _Options) -> None:
+    def _keep(self, buckets: list[Bucket], made: dict[Tensor, dict[str, Any]], options: Options) -> None:
         """Make plans and their state the optimizer's own, once nothing can fail any more."""
         for p, state in made.items():
             live = self.state.setdefault(p, {})
