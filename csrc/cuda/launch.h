@@ -6,6 +6,9 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <set>
+#include <utility>
 
 namespace fusedops::cuda {
 
@@ -40,8 +43,22 @@ inline Device current_device() {
           static_cast<int>(packed & 0xffffffff) - kStaticSmem};
 }
 
-// Launches kernel(params). Where 48 KiB of shared memory may not do, all that a block can have is opted in to, not what
-// this launch needs: the setting is the kernel's, and other threads may launch it too. `overlap` lets the launch start
+// Lets a kernel ask for all the shared memory that a block of the current device can have, not for what one launch
+// needs: the setting is the kernel's, and other threads may launch it too. CUDA is told once.
+inline cudaError_t allow_dynamic_smem(const void* kernel) {
+  static std::mutex mutex;
+  static auto* const told = new std::set<std::pair<const void*, int>>();  // never destroyed: threads outlive statics
+  int id = 0;
+  cudaError_t status = cudaGetDevice(&id);
+  if (status != cudaSuccess) return status;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (told->count({kernel, id})) return cudaSuccess;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, current_device().dynamic_smem);
+  if (status == cudaSuccess) told->insert({kernel, id});
+  return status;
+}
+
+// Launches kernel(params), opted in to more shared memory where 48 KiB may not do. `overlap` lets the launch start
 // while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must
 // call wait_for_previous_kernel() before it touches that kernel's results. `cluster`: neighbouring blocks that are one
 // cluster; only of a kernel that has_clusters().
@@ -49,9 +66,7 @@ template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
                    cudaStream_t stream, bool overlap = false, int cluster = 1) {
   if (smem > (48u << 10) - kStaticSmem) {
-    const cudaError_t refused =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             current_device().dynamic_smem);
+    const cudaError_t refused = allow_dynamic_smem(reinterpret_cast<const void*>(kernel));
     if (refused != cudaSuccess) {
       cudaGetLastError();  // clear it: the caller reports it, the next op must not
       return refused;
