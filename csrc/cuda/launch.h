@@ -108,8 +108,10 @@ bool has_clusters(void (*kernel)(Params)) {
 // Clusters of a kernel that has_clusters() which run at once.
 template <class Params>
 int clusters_at_once(void (*kernel)(Params), dim3 block, size_t smem, int cluster) {
-  cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       current_device().dynamic_smem);
+  if (allow_dynamic_smem(reinterpret_cast<const void*>(kernel)) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};

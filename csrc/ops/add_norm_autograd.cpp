@@ -141,6 +141,7 @@ struct AddLayerNorm : torch::autograd::Function<AddLayerNorm> {
     if (in.takes_torch()) {
       d = bwd_in_torch(false, s, in);
     } else {
+      const BelowAutograd guard;
       auto [dinput, dresidual, dweight, dbias] = add_layer_norm_bwd(
           in.dy, optional(in.dresidual_out), s.total, s.shape, s.weight, s.mean, s.rstd, optional(s.seed), s.dropout_p,
           s.post_norm, s.mask, s.input_dtype, s.residual_dtype, s.bias_dtype);
@@ -175,6 +176,7 @@ struct AddRMSNorm : torch::autograd::Function<AddRMSNorm> {
     if (in.takes_torch()) {
       d = bwd_in_torch(true, s, in);
     } else {
+      const BelowAutograd guard;
       auto [dinput, dresidual, dweight] = add_rms_norm_bwd(
           in.dy, optional(in.dresidual_out), s.total, s.shape, s.weight, s.rstd, s.weight_offset, optional(s.seed),
           s.dropout_p, s.post_norm, {s.mask[0], s.mask[1], s.mask[2]}, s.input_dtype, s.residual_dtype);

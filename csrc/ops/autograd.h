@@ -10,6 +10,10 @@ namespace fusedops {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// In force where a backward that records no graph calls its op: autograd has nothing to add there, and PyTorch's
+// fallback for ops without a derivative passes arguments on in boxes (0.4 us a call).
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
 inline bool wants_grad(const OptTensor& t) { return given(t) && t->requires_grad(); }
 
 inline bool is_dual(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }

@@ -98,6 +98,7 @@ struct CrossEntropyGrad : torch::autograd::Function<CrossEntropyGrad> {
     }
     // A compiler, which sees tensors of its own kind, plans memory itself.
     if (!o.in_place || input.unsafeGetTensorImpl()->is_python_dispatch()) {
+      const BelowAutograd guard;
       return result(cross_entropy_bwd(grads[0], input, target, weight, stats, total_weight, o.ignore_index, o.name(),
                                       o.smoothing, o.z_loss, o.cap()));
     }

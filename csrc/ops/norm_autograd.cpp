@@ -69,6 +69,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
                                   mask, bias_dtype);
       return {rounded(d[0], input), Tensor(), d[1], d[2], Tensor(), Tensor()};
     }
+    const BelowAutograd guard;
     auto [dx, dweight, dbias] =
         layer_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], saved[3], mask, bias_dtype);
     return {dx, Tensor(), dweight, dbias, Tensor(), Tensor()};
@@ -100,6 +101,7 @@ struct RMSNorm : torch::autograd::Function<RMSNorm> {
                                   weight_offset, {mask[0], mask[1], false}, {});
       return {rounded(d[0], input), Tensor(), d[1], Tensor(), Tensor(), Tensor()};
     }
+    const BelowAutograd guard;
     auto [dx, dweight] =
         rms_norm_bwd(grads[0], input, row_shape(input, row_dims), weight, saved[2], weight_offset, mask);
     return {dx, Tensor(), dweight, Tensor(), Tensor(), Tensor()};
