@@ -204,6 +204,15 @@ def test_draws_reach_everything() -> None:
     assert {name for case in cases for name in case.memory} == {"input", "weight", "bias", "grad"}
 
 
+def test_no_case_is_drawn_that_its_backend_refuses_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(spec: Any, case: Any, backend: str, device: str) -> str | None:
+        return "too many rows" if math.prod(case.shape[: len(case.shape) - case.normalized]) > 3 else None
+
+    assert any(refused(None, drawn.case, "", "") for drawn in drawn_cases())
+    monkeypatch.setattr(testing, "refused", refused)
+    assert not any(refused(None, drawn.case, "", "") for drawn in drawn_cases())
+
+
 def test_a_cell_of_variants_has_few_kinds_of_kernels() -> None:
     cell = Cell(LAYER_NORM, "reference", BF16, F32)
     kinds = set()

@@ -382,6 +382,9 @@ class SlowPlan:
         self.plan.prepare(*args)
         self.meanwhile()
 
+    def grad_norm(self, *args: object) -> torch.Tensor:
+        return self.plan.grad_norm(*args)
+
     def launch(self) -> None:
         self.plan.launch()
 
@@ -420,7 +423,8 @@ def test_nothing_meddles_with_a_step_that_is_under_way(act):
     optimizer = optim.AdamW([p], lr=0.1)
     optimizer.step()
     plan = optimizer._buckets[0].plan
-    other = threading.Thread(target=act, args=(optimizer,))
+    done = []
+    other = threading.Thread(target=lambda: done.append(act(optimizer)))
     early = []
 
     def meanwhile() -> None:
@@ -433,5 +437,6 @@ def test_nothing_meddles_with_a_step_that_is_under_way(act):
     optimizer.step()
     other.join(timeout=10)
     assert not other.is_alive()
+    assert len(done) == 1, "it raised"
     assert early == [False]
     assert float(optimizer.state[p]["step"]) >= 2

@@ -214,6 +214,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 title = f"{_TITLES.get(direction, direction)}, {_TITLES.get(dtype, dtype)}"
                 axes[row][column].set_title(title, size=10)
             axes[row][0].set_ylabel("% of a copy's speed")
+        highest = max(1.05 * r["percent_of_copy"] for r in some if r["status"] == "ok")
+        axes[0][0].set_ylim(0, max(110.0, highest))  # of all panels
         figure.suptitle(_title(op, some), size=11)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS.get(name, _OTHER)) for name in names]
         labels = [f"fusedops {name}" if _is_ours(some, name) else name for name in names]
@@ -253,8 +255,8 @@ def _bars(axes: Any, records: Sequence[Record], names: Sequence[str]) -> None:
     labels = [size.rpartition("x")[2] if all(hidden) and _unique_hidden(sizes) else size for size in sizes]
     axes.set_xticks(range(len(sizes)), labels, size=8, rotation=45 if len(sizes) > 6 else 0)
     if all(hidden):
-        axes.set_xlabel("hidden size" if _unique_hidden(sizes) else "rows × hidden size", size=9)
-    axes.set_ylim(0, max([110.0, *(1.05 * r["percent_of_copy"] for r in records if r["status"] == "ok")]))
+        last = "classes" if any(r.get("family") == "cross_entropy" for r in records) else "hidden size"
+        axes.set_xlabel(last if _unique_hidden(sizes) else f"rows × {last}", size=9)
     axes.grid(axis="y", color="#E5E5E5")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

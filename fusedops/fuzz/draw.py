@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -134,6 +134,11 @@ def draw(random: Random, cell: Cell, variant: Variant, device: str, size: Size, 
     case = Case(
         shape, normalized, variant.dtypes, out_dtype=out_dtype, options=options, values=values, memory=variant.memory
     )
+    for _ in range(_TRIES):  # a variant is served with one row; a backend may refuse many
+        if testing.refused(cell.spec, case, cell.backend, device) is None:
+            break
+        shape, normalized = _draw_shape(random, cell, variant.width, size, large=False)
+        case = replace(case, shape=shape, normalized=normalized)
     return Drawn(case, variant.wanted, random.getrandbits(31))
 
 
