@@ -115,6 +115,7 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_C, m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  using fusedops::GradientList;
   m.def("build_info", &build_info);
 
   m.def("layer_norm", &fusedops::layer_norm, py::arg("input"), py::arg("normalized_shape"),
@@ -149,9 +150,16 @@ PYBIND11_MODULE(_C, m) {
            py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("grad_norm") = py::none(),
            py::arg("max_grad_norm") = py::none(), NoGil())
       .def("launch", &fusedops::AdamPlan::launch, NoGil())
-      .def("grad_norm", &fusedops::AdamPlan::grad_norm, py::arg("grad_scale") = py::none(),
-           py::arg("found_inf") = py::none(), NoGil());
-  using fusedops::GradientList;
+      .def(
+          "grad_norm",
+          [](const fusedops::AdamPlan& plan, const std::optional<at::Tensor>& grad_scale,
+             const std::optional<at::Tensor>& found_inf) -> std::optional<at::Tensor> {
+            const GradientList grads(plan.gradients());
+            if (grads.tensors().empty()) return std::nullopt;
+            const py::gil_scoped_release no_gil;
+            return fusedops::grad_norm(grads.pointers(), grad_scale, found_inf);
+          },
+          py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none());
   py::class_<GradientList>(m, "GradientList")
       .def(py::init<const std::vector<at::Tensor>&>(), py::arg("tensors"))
       .def("__len__", [](const GradientList& list) { return list.tensors().size(); })

@@ -159,6 +159,34 @@ def test_hooks_and_profilers_see_a_step() -> None:
         optimizer.step()
 
 
+@needs_extension
+def test_a_parameter_of_another_dtype_in_the_same_memory_is_seen() -> None:
+    p = ones(8, dtype=torch.bfloat16)
+    optimizer = optim.AdamW([p], lr=0.1, weight_decay=0.0, backend="native")
+    optimizer.step()
+    p.grad = None
+    p.data = p.data.view(torch.float16).fill_(1.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.detach().float() == pytest.approx(torch.full((8,), 0.9), abs=0.01)
+
+
+@needs_extension
+def test_a_parameter_of_another_shape_in_the_same_memory_is_refused() -> None:
+    memory = torch.ones(16)
+    p = torch.nn.Parameter(memory.as_strided((4, 2), (2, 1)))
+    p.grad = torch.ones_like(p)
+    optimizer = optim.AdamW([p], lr=0.1, backend="native")
+    optimizer.step()
+    before = memory.clone()
+    p.grad = None
+    p.data = memory.as_strided((8, 1), (2, 1))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="expected shape"):
+        optimizer.step()
+    assert torch.equal(memory, before)
+
+
 # ---------------------------------------------------------------- clipping
 
 

@@ -6,8 +6,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <set>
+#include <tuple>
 #include <utility>
 
 namespace fusedops::cuda {
@@ -61,7 +63,7 @@ inline cudaError_t allow_dynamic_smem(const void* kernel) {
 // Launches kernel(params), opted in to more shared memory where 48 KiB may not do. `overlap` lets the launch start
 // while the previous kernel of the stream drains (compute capability 9.0 and up, ignored before): such a kernel must
 // call wait_for_previous_kernel() before it touches that kernel's results. `cluster`: neighbouring blocks that are one
-// cluster; only of a kernel that has_clusters().
+// cluster; only where there is room for them (clusters_at_once).
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3 block, size_t smem,
                    cudaStream_t stream, bool overlap = false, int cluster = 1) {
@@ -94,39 +96,37 @@ cudaError_t launch(void (*kernel)(Params), const Params& params, dim3 grid, dim3
   return status;
 }
 
-// Whether the code that was loaded for a kernel, not just the device, knows clusters of blocks.
+// Clusters of a kernel that the current device runs at once; 0: the code that was loaded for the kernel knows none, or
+// they find no room. CUDA is asked once.
 template <class Params>
-bool has_clusters(void (*kernel)(Params)) {
+int clusters_at_once(void (*kernel)(Params), int threads, size_t smem, int cluster) {
+  using Key = std::tuple<int, int, size_t, int>;
+  static std::mutex mutex;
+  static auto* const known = new std::map<std::pair<const void*, Key>, int>();  // as above
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  int id = 0;
+  if (cudaGetDevice(&id) != cudaSuccess) return 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [place, is_new] = known->insert({{function, {id, threads, smem, cluster}}, 0});
+  if (!is_new) return place->second;
   cudaFuncAttributes attributes{};
-  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return attributes.ptxVersion >= 90;
-}
-
-// Clusters of a kernel that has_clusters() which run at once.
-template <class Params>
-int clusters_at_once(void (*kernel)(Params), dim3 block, size_t smem, int cluster) {
-  if (allow_dynamic_smem(reinterpret_cast<const void*>(kernel)) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(cluster);
-  config.blockDim = block;
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem;
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config) != cudaSuccess) {
-    cudaGetLastError();
+  if (cudaFuncGetAttributes(&attributes, function) != cudaSuccess || attributes.ptxVersion < 90 ||
+      allow_dynamic_smem(function) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, function, &config) != cudaSuccess) {
+    cudaGetLastError();  // clear it: the caller takes another way, the next op must not see it
     return 0;
   }
-  return clusters;
+  return place->second = clusters;
 }
 
 inline const char* describe(cudaError_t status) { return status == cudaSuccess ? nullptr : cudaGetErrorString(status); }

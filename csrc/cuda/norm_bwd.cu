@@ -76,7 +76,7 @@ Plan make_plan(const NormBwd& n, const Device& device) {
       return round_up((hidden + kShape.elems * blocks - 1) / (kShape.elems * blocks), kWarp);
     };
     int blocks = 1;
-    if (kHasClusters<kShape.elems, kShifted> && threads_for(1) > most_threads && has_clusters(kernel)) {
+    if (kHasClusters<kShape.elems, kShifted>) {
       while (blocks < kMostBlocks && threads_for(blocks) > most_threads) blocks *= 2;
     }
     const int threads = threads_for(blocks);
@@ -93,7 +93,7 @@ Plan make_plan(const NormBwd& n, const Device& device) {
     if (!room(stages, false)) return false;
     int64_t at_once = device.sms * kBlocksPerSm;
     if (blocks > 1) {
-      at_once = clusters_at_once(kernel, dim3(threads), layout.bytes(groups, stages, false), blocks);
+      at_once = clusters_at_once(kernel, threads, layout.bytes(groups, stages, false), blocks);
       if (at_once == 0) return false;
     }
     plan.elems = kShape.elems;
@@ -122,8 +122,10 @@ Plan make_plan(const NormBwd& n, const Device& device) {
         if (!(sizeof(x_t) == 2 && fours) && fits(Int<0>(), Bool<false>())) return plan;
       }
       if constexpr (sizeof(x_t) != 8) {
-        if (fits(Int<1>(), Bool<false>()) || fits(Int<2>(), Bool<false>()) || fits(Int<3>(), Bool<false>()))
-          return plan;
+        if (fits(Int<1>(), Bool<false>()) || fits(Int<2>(), Bool<false>())) return plan;
+        if constexpr (!kAdd) {  // its sums would spill
+          if (fits(Int<3>(), Bool<false>())) return plan;
+        }
       }
     }
   }
@@ -150,8 +152,9 @@ auto staged_kernel(const Plan& plan) {
       constexpr Shape kShape = kShapes[decltype(index)::value];
       if (plan.elems == kShape.elems) kernel = norm_bwd_kernel<x_t, dy_t, kRms, kAdd, kShape.elems, kShape.rows>;
     };
-    take(Int<1>()), take(Int<2>()), take(Int<3>());
+    take(Int<1>()), take(Int<2>());
     if constexpr (!kAdd) {
+      take(Int<3>());
       if (plan.shifted) kernel = norm_bwd_kernel<x_t, dy_t, kRms, false, kShapes[1].elems, kShapes[1].rows, true>;
     }
   }

@@ -43,7 +43,6 @@ struct BwdParams {
 // capability 10 on the compiler keeps more in registers.
 template <class x_t, class dy_t, bool kAdd, int kElems>
 __host__ __device__ constexpr int bwd_max_threads(int major) {
-  if (kElems > 24 && major < 8) return 256;  // where there is no memory for so many anyway
   if (sizeof(x_t) == 8 || kElems > 8) return 512;
   return kAdd || sizeof(x_t) < sizeof(dy_t) || major >= 10 ? 768 : 1024;
 }
@@ -193,6 +192,9 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
   const int begin = kClusters && p.blocks > 1 ? cluster_rank() * layout.cols : 0;  // of the block's columns
   const unsigned block = kClusters ? blockIdx.x / p.blocks : blockIdx.x;
   const unsigned blocks = kClusters ? gridDim.x / p.blocks : gridDim.x;
+  if constexpr (kClusters) {
+    if (p.blocks > 1) start_in_cluster();
+  }
   const int stages = kBwdLeastStages<kElems> < kBwdStages ? p.stages : kBwdStages;
   const int group = threadIdx.y, warps = blockDim.x / kWarp;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -356,6 +358,9 @@ __global__ void __launch_bounds__(bwd_max_threads<x_t, dy_t, kAdd, kElems>(kComp
     for (int i = 0; i < (kRms ? 1 : 2) * kVecs; ++i) store_parts<kWarp>(kept(i % kVecs, i >= kVecs), dweight[0]);
   }
 
+  if constexpr (kClusters) {
+    if (p.blocks > 1) wait_for_cluster();
+  }
   int stage = 0, turn = 0, tiles_left = p.tiles_a_sum;
   for (int row = first; row < rows; row += step) {
     const int refill = last_stage - stage;

@@ -84,9 +84,8 @@ bool launch_blocks(const NormFwd& n, cudaStream_t stream, cudaError_t& status) {
   }
   const auto threads_for = [&](int blocks) { return round_up((vecs + held * blocks - 1) / (held * blocks), kWarp); };
   int blocks = 1;
-  if (threads_for(1) > kBlocksThreads && has_clusters(kernel)) {
-    while (blocks < kMostBlocks && threads_for(blocks) > kBlocksThreads) blocks *= 2;
-  }
+  while (blocks < kMostBlocks && threads_for(blocks) > kBlocksThreads) blocks *= 2;
+  if (blocks > 1 && clusters_at_once(kernel, threads_for(blocks), 0, blocks) == 0) blocks = 1;
   const int threads = threads_for(blocks), rows = threads == kWarp ? kNarrowRows : 1;
   const int64_t grid = (n.rows + rows - 1) / rows * blocks;
   const bool one_dtype = !n.bias || (n.weight && n.bias_dtype == n.weight_dtype);

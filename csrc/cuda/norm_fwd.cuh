@@ -80,6 +80,7 @@ __device__ inline acc_t join_warps(acc_t (*exchange)[2], acc_t inverse_hidden, C
 template <bool kRms, class acc_t>
 __device__ inline acc_t join_blocks(acc_t (*exchange)[2], const FwdParams& p, int cols, acc_t inverse_hidden,
                                     acc_t& mean, acc_t& squares) {
+  wait_for_cluster();
   if (threadIdx.x < p.blocks) {
     store_to_block(&exchange[cluster_rank()][0], threadIdx.x, mean);
     store_to_block(&exchange[cluster_rank()][1], threadIdx.x, squares);
@@ -127,6 +128,9 @@ __device__ inline void norm_row(const FwdParams& p, int64_t row, typename Row::a
   const int warp = threadIdx.x / kWarp;
   const auto inverse_hidden = sizeof(acc_t) == 8 ? acc_t(1) / p.hidden : acc_t(p.inverse_hidden);
 
+  if constexpr (Row::kClusters) {
+    if (p.blocks > 1) start_in_cluster();
+  }
   const param_t* weight = static_cast<const param_t*>(p.n.weight);
   const param_t* bias = static_cast<const param_t*>(p.n.bias);
   const Row source(p.n, row);

@@ -133,6 +133,19 @@ __device__ inline int cluster_rank() {
   return static_cast<int>(rank);
 }
 
+// Says that this block has started; another's shared memory may be written once all of the cluster have: after
+// wait_for_cluster(), which every thread calls once.
+__device__ inline void start_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // Stores to the place that `shared` has in the shared memory of the cluster's block number `rank`; that block sees it
 // after the next sync_cluster().
 __device__ inline void store_to_block(float* shared, int rank, float x) {

@@ -192,6 +192,7 @@ void AdamPlan::check_entry(size_t i) {
     watched_[k].place = Place::of(*watched_[k].tensor);
   }
 
+  entry.param_sizes.assign(param.sizes().begin(), param.sizes().end());
   entry.param_strides.assign(param.strides().begin(), param.strides().end());
   if (param.is_non_overlapping_and_dense()) {
     entry.strides.assign(param.strides().begin(), param.strides().end());
@@ -265,7 +266,9 @@ void AdamPlan::refresh_pointers() {
       if (!(Place::of(*watched.tensor) == watched.place)) check(watched.entry);
     }
     for (size_t i = 0; i < entries_.size(); ++i) {
-      if (!same(entries_[i].tensors[kParam].strides(), entries_[i].param_strides)) check(i);
+      const Entry& entry = entries_[i];
+      const at::Tensor& param = entry.tensors[kParam];
+      if (!same(param.strides(), entry.param_strides) || !same(param.sizes(), entry.param_sizes)) check(i);
     }
   }
   if (moved) check_overlaps();
@@ -448,15 +451,13 @@ void AdamPlan::launch() {
   }
 }
 
-std::optional<at::Tensor> AdamPlan::grad_norm(const std::optional<at::Tensor>& grad_scale,
-                                              const std::optional<at::Tensor>& found_inf) {
-  Gradients grads;
+std::vector<at::Tensor> AdamPlan::gradients() const {
+  std::vector<at::Tensor> grads;
   grads.reserve(entries_.size());
   for (const Entry& entry : entries_) {
-    if (const at::Tensor& grad = gradient_of(entry.tensors[kParam]); grad.defined()) grads.push_back(&grad);
+    if (const at::Tensor& grad = gradient_of(entry.tensors[kParam]); grad.defined()) grads.push_back(grad);
   }
-  if (grads.empty()) return std::nullopt;
-  return fusedops::grad_norm(grads, grad_scale, found_inf);
+  return grads;
 }
 
 void AdamPlan::step_cpu(const Prepared& step) {

@@ -39,9 +39,8 @@ class AdamPlan {
   // Takes the step that was prepared last, once.
   void launch();
 
-  // grad_norm (below) of the parameters' gradients; nullopt where none has one.
-  std::optional<at::Tensor> grad_norm(const std::optional<at::Tensor>& grad_scale,
-                                      const std::optional<at::Tensor>& found_inf);
+  // The gradients there are. The caller holds the GIL, so that nobody replaces one meanwhile.
+  std::vector<at::Tensor> gradients() const;
 
  private:
   enum Role { kParam, kExpAvg, kExpAvgSq, kMaxExpAvgSq, kMaster, kCompensation, kRoles };
@@ -49,10 +48,10 @@ class AdamPlan {
   // One parameter and its state.
   struct Entry {
     at::Tensor tensors[kRoles];
-    c10::SmallVector<int64_t, 5> param_strides;  // the parameter's own, when it was checked
-    c10::SmallVector<int64_t, 5> strides;        // the layout that all roles and the gradient are walked in
-    void* pointers[kRoles];                      // what was checked last
-    bool staged[kRoles];                         // not laid out as the record wants: a copy is updated and copied back
+    c10::SmallVector<int64_t, 5> param_sizes, param_strides;  // the parameter's own, when it was checked
+    c10::SmallVector<int64_t, 5> strides;  // the layout that all roles and the gradient are walked in
+    void* pointers[kRoles];                // what was checked last
+    bool staged[kRoles];                   // not laid out as the record wants: a copy is updated and copied back
     bool any_staged;
     at::Tensor step;
     size_t first_watched;
@@ -63,13 +62,14 @@ class AdamPlan {
     const void* storage;
     int64_t offset;
     int64_t numel;
+    caffe2::TypeMeta dtype;
 
     static Place of(const at::TensorImpl& tensor) {
       const c10::Storage& storage = tensor.unsafe_storage();
-      return {storage ? storage.data() : nullptr, tensor.storage_offset(), tensor.numel()};
+      return {storage ? storage.data() : nullptr, tensor.storage_offset(), tensor.numel(), tensor.dtype()};
     }
     bool operator==(const Place& other) const {
-      return storage == other.storage && offset == other.offset && numel == other.numel;
+      return storage == other.storage && offset == other.offset && numel == other.numel && dtype == other.dtype;
     }
   };
 
