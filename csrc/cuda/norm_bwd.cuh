@@ -8,8 +8,10 @@
 // of many rows, move to shared memory every few of them, so that no thread adds up too many numbers one after another.
 // A block then writes one partial row; a second kernel adds the partial rows up in a fixed order. Where shared memory
 // has no room for the sums, or rows are very many, several rounds of blocks share them. Bytes per element: x + dy + dx
-// (+ dsum, + dinput). Rows that are too wide for that, not aligned, too many to count in 32 bits, or of a mix of dtypes
-// that is compiled for no stage are read twice by kernels of their own.
+// (+ dsum, + dinput). Rows that begin anywhere are shifted as they are
+// read back (shifted.cuh); rows too wide for a block have a cluster of blocks, which add up their sums of a row. What
+// is too wide for that as well, an add + norm that is not aligned, too many rows to count in 32 bits and a mix of
+// dtypes that is compiled for no stage are read twice by kernels of their own.
 //
 // In an add + norm x is the sum that forward stored. A gradient dsum that it has from elsewhere is staged beside x and
 // dy and added to dx, which is then the residual's gradient; the input's is the same times what forward multiplied the

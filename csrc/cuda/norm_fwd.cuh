@@ -1,9 +1,10 @@
 // Forward of LayerNorm and RMSNorm:  y = (x - mean)·rstd·w + b,  rstd = 1/sqrt(var + eps)   (RMSNorm: mean = 0)
 //
 // A row is read once, 16 bytes a thread and access, and stays in registers; squares are summed about a warp's own mean,
-// so a large mean costs no more than its rounding to fp32. Bytes per element: x + y. Rows wider than the registers of a
-// block, and rows that are not aligned, are kept in shared memory, or read again where that is too small as well. Where
-// a row comes from is norm_rows.cuh's business.
+// so a large mean costs no more than its rounding to fp32. Bytes per element: x + y. Rows that begin anywhere are
+// read likewise (shifted.cuh), rows wider than the registers of a block by a cluster of blocks. Where there are no
+// clusters, and of sums and mixes of dtypes that are not compiled for this, rows are kept in shared memory, or read
+// again where that is too small as well. Where a row comes from is norm_rows.cuh's business.
 #pragma once
 
 #include <cmath>

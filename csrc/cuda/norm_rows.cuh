@@ -67,8 +67,6 @@ struct ShiftedRow {
     return loaded;
   }
   __device__ Kept take(const Loaded& loaded, int, bool) const { return loaded.take(shift); }
-  __device__ Kept read(int col, int, bool) const { return load(col).take(shift); }
-  __device__ Kept read_again(int col, int left, bool aligned) const { return read(col, left, aligned); }
 };
 
 // kN of the numbers residual + dropout(x), before they are rounded.
