@@ -215,7 +215,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 axes[row][column].set_title(title, size=10)
             axes[row][0].set_ylabel("% of a copy's speed")
         highest = max(1.05 * r["percent_of_copy"] for r in some if r["status"] == "ok")
-        axes[0][0].set_ylim(0, max(110.0, highest))  # of all panels
+        axes[0][0].set_ylim(0, max(110.0, highest))  # all panels share it
         figure.suptitle(_title(op, some), size=11)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS.get(name, _OTHER)) for name in names]
         labels = [f"fusedops {name}" if _is_ours(some, name) else name for name in names]
